@@ -1,0 +1,429 @@
+"""What was asked for, as 32 bytes: two requests under one key are the same request if these are equal.
+
+A retry is often not the same bytes: a library orders members anew, writes 1 as 1.0, draws another multipart
+boundary. Answering such an honest retry with "key reused" drives the user to a new key, and so to a second
+payment. A body is therefore read by its meaning wherever its media type says how. Where the meaning is open
+(duplicate JSON members, broken multipart) the bytes themselves count, under a tag of their own.
+
+Numbers never pass through a float, in which 2**53 and 2**53 + 1 are one number.
+
+Every part is length-prefixed, so that nothing can be moved from one part to the next, and the result is a
+SHA-256 under a version. All versions start from the same canonical form: during a deploy, one reading of a
+request answers for the records of the old code as well as for those of the new.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from hashlib import sha256
+from itertools import islice
+from typing import Final, Literal, NoReturn, overload
+from urllib.parse import unquote_to_bytes
+
+__all__ = ["VERSION", "VERSIONS", "Fingerprint", "Rules", "of_bytes", "of_request", "of_value"]
+
+VERSION: Final = 1
+"""The version that new records carry unless told otherwise."""
+
+VERSIONS: Final = frozenset({1, 2})
+"""The versions that this code can make."""
+
+# Limits on the careful reading of a body; beyond them its bytes count. They are fixed, since a limit that
+# followed the free stack or memory would read one body in two ways.
+MAX_DEPTH: Final = 100
+MAX_FIELDS: Final = 10_000
+_MAX_EXPONENT = 20  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How to read a request.
+
+    ``only`` and ``exclude`` are JSON pointers (RFC 6901) and touch JSON that is read by its meaning; a
+    pointer to nothing is no error. Raises ValueError for a malformed pointer or an unknown version.
+    """
+
+    json: Literal["canonical", "raw"] = "canonical"
+    """Read JSON bodies by meaning, or count their bytes."""
+    exclude: tuple[str, ...] = ()
+    """What does not count. An excluded element of an array keeps its place there."""
+    only: tuple[str, ...] = ()
+    """When given, nothing else counts (after ``exclude``)."""
+    headers: tuple[str, ...] = ()
+    """Names, in any case, of the header fields that count too."""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+        for pointer in self.exclude + self.only:
+            if not re.fullmatch(r"(?:/(?:[^~/]|~[01])*)*", pointer):
+                raise ValueError(f"not a JSON pointer (RFC 6901), such as /meta/sent_at: {pointer!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What was asked for: ``canonical`` is the untagged SHA-256 of its canonical form, 32 bytes."""
+
+    version: int
+    canonical: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+
+    @overload
+    def digest(self, version: None = None) -> bytes: ...
+    @overload
+    def digest(self, version: int) -> bytes | None: ...
+    def digest(self, version: int | None = None) -> bytes | None:
+        """The 32 bytes to store or to compare; None when this code does not know ``version``."""
+        version = self.version if version is None else version
+        if version not in VERSIONS:
+            return None
+        return sha256(b"taptwice/fingerprint/%d\0" % version + self.canonical).digest()
+
+
+def of_request(
+    method: str,
+    path: bytes | str,
+    query: bytes,
+    headers: Sequence[tuple[bytes, bytes]],
+    body: bytes,
+    rules: Rules = Rules(),
+) -> Fingerprint:
+    """The fingerprint of an HTTP request. Never raises, whatever the caller sent.
+
+    ``path`` is the path as it stood on the wire, percent-encoded; ``query`` comes without its question
+    mark; ``headers`` are the raw lines, of which only Content-Type and ``rules.headers`` are read; ``body``
+    is the whole body, decompressed if the application reads it decompressed.
+    """
+    content_type = b", ".join(_lines(headers, b"content-type"))
+    media_type = content_type.partition(b";")[0].strip().lower()
+    named = sorted({name.lower().encode("latin-1", "replace") for name in rules.headers})
+    return _fingerprint(
+        rules,
+        b"request",
+        _utf8(method.upper()),
+        _utf8(path) if isinstance(path, str) else path,
+        _fields(query),
+        media_type,
+        _pack(_pack(name, *_lines(headers, name)) for name in named),
+        *_body(media_type, content_type, body, rules),
+    )
+
+
+def of_value(value: object, rules: Rules = Rules()) -> Fingerprint:
+    """The fingerprint of a value made of what JSON has: None, bool, numbers, str, lists, mappings.
+
+    Numbers are equal by decimal value, as in a JSON body; a float stands for the decimal that ``repr``
+    shows. Raises TypeError for anything else, ValueError for NaN, infinity and nesting deeper than 100.
+    """
+    return _fingerprint(rules, b"value", _json_digest(_counted(value, rules)))
+
+
+def of_bytes(data: bytes, rules: Rules = Rules()) -> Fingerprint:
+    """The fingerprint of bytes that only their owner can read."""
+    return _fingerprint(rules, b"bytes", sha256(data).digest())
+
+
+def _check_version(version: int) -> None:
+    if version not in VERSIONS:
+        raise ValueError(f"unknown fingerprint version {version}; this code knows {sorted(VERSIONS)}")
+
+
+def _fingerprint(rules: Rules, *parts: bytes) -> Fingerprint:
+    return Fingerprint(rules.version, sha256(_pack(parts)).digest())
+
+
+def _size(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _pack(parts: Iterable[bytes]) -> bytes:
+    """The parts as one part. No two lists of parts are packed into the same bytes."""
+    parts = tuple(parts)
+    return b"".join((_size(len(parts)), *(piece for part in parts for piece in (_size(len(part)), part))))
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8, with lone surrogates (which JSON escapes can spell) taken as they are."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _lines(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value.strip(b" \t") for line_name, value in headers if line_name.lower() == name]
+
+
+def _body(media_type: bytes, content_type: bytes, body: bytes, rules: Rules) -> tuple[bytes, bytes]:
+    """How the body was read, and what was read."""
+    if media_type == b"application/json" or media_type.endswith(b"+json"):
+        if rules.json == "canonical":
+            try:
+                return b"json", _json_digest(_counted(_json_tree(body), rules))
+            except (ValueError, RecursionError):
+                return b"as-sent", sha256(body).digest()
+    elif media_type == b"application/x-www-form-urlencoded":
+        if body.count(b"&") < MAX_FIELDS:
+            return b"form", sha256(_fields(body)).digest()
+    elif media_type == b"multipart/form-data":
+        try:
+            return b"multipart", sha256(_pack(_multipart_parts(content_type, body))).digest()
+        except ValueError:
+            # Whoever reads this anyway reads it by the boundary, so that counts here.
+            return b"as-sent", _pack((content_type, sha256(body).digest()))
+    return b"bytes", sha256(body).digest()
+
+
+def _fields(data: bytes) -> bytes:
+    """A query or an urlencoded form: names in order, the values of one name in the order they were sent."""
+    pairs = [
+        (unquote_to_bytes(name), unquote_to_bytes(value))
+        for name, _, value in (item.partition(b"=") for item in data.replace(b"+", b" ").split(b"&") if item)
+    ]
+    pairs.sort(key=lambda pair: pair[0])
+    return _pack(text for pair in pairs for text in pair)
+
+
+# JSON
+
+
+class _Literal(str):
+    """A number as JSON spelled it."""
+
+    __slots__ = ()
+
+
+def _json_tree(body: bytes) -> object:
+    """The meaning of a JSON text, numbers left as literals.
+
+    A byte order mark is skipped, as RFC 8259 section 8.1 allows. Raises ValueError when the text has no
+    single meaning, RecursionError when it is nested beyond what the parser can take.
+    """
+    return json.loads(
+        body.decode("utf-8-sig"),
+        parse_int=_Literal,
+        parse_float=_Literal,
+        parse_constant=_not_json,
+        object_pairs_hook=_members,
+    )
+
+
+def _not_json(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not JSON")
+
+
+def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a member stands twice in one object, and parsers differ on which one counts")
+    return members
+
+
+def _json_digest(tree: object) -> bytes:
+    hasher = sha256()
+    pieces = _json_pieces(tree)
+    while chunk := b"".join(islice(pieces, 4096)):
+        hasher.update(chunk)
+    return hasher.digest()
+
+
+def _json_pieces(tree: object) -> Iterator[bytes]:
+    """The canonical form of a tree, which nothing else shares: tag, size, content.
+
+    Works through a stack of its own: a nesting that fits is read the same however deep the caller stands.
+    """
+    stack: list[Iterator[object]] = [iter((tree,))]
+    while stack:
+        for value in stack[-1]:
+            if isinstance(value, _Literal):
+                yield _number(value)
+            elif isinstance(value, str):
+                text = _utf8(value)
+                yield b'"' + _size(len(text)) + text
+            elif value is None:
+                yield b"n"
+            elif isinstance(value, bool):  # before int, of which it is a kind: 1 is not true
+                yield b"t" if value else b"f"
+            elif isinstance(value, (int, float, Decimal)):
+                yield _number(_literal(value))
+            elif isinstance(value, (Mapping, list, tuple)):
+                if len(stack) > MAX_DEPTH:
+                    raise ValueError(f"nested deeper than {MAX_DEPTH}")
+                yield (b"{" if isinstance(value, Mapping) else b"[") + _size(len(value))
+                stack.append(_in_order(value) if isinstance(value, Mapping) else iter(value))
+                break
+            else:
+                raise TypeError(f"no JSON for {type(value).__name__}: give str, numbers, bool, None, list, dict")
+        else:
+            stack.pop()
+
+
+def _in_order(members: Mapping[object, object]) -> Iterator[object]:
+    """Names and values, one after the other, by name."""
+    names = [name for name in members if isinstance(name, str)]
+    if len(names) != len(members):
+        raise TypeError("the names of members must be strings, as they are in JSON")
+    for name in sorted(names):
+        yield name
+        yield members[name]
+
+
+def _literal(number: int | float | Decimal) -> str:
+    # By way of Decimal, since str() refuses a long int. A float's own repr, whatever a subclass makes of it.
+    exact = Decimal(float.__repr__(number) if isinstance(number, float) else number)
+    if not exact.is_finite():
+        raise ValueError("NaN and infinity are not JSON")
+    return str(exact)
+
+
+def _number(literal: str) -> bytes:
+    """A number by its exact decimal value: sign, significant digits, exponent, and no zero to spare.
+
+    Works on text, so that 1e1000000000 costs its twelve characters and not a gigabyte.
+    """
+    mantissa, _, exponent = literal.lower().partition("e")
+    whole, _, fraction = mantissa.removeprefix("-").partition(".")
+    digits = (whole + fraction).lstrip("0")
+    significant = digits.rstrip("0")
+    if not significant:
+        return b"#" + _size(1) + b"0"
+    if len(exponent) > _MAX_EXPONENT:
+        raise ValueError(f"an exponent of more than {_MAX_EXPONENT} characters")
+    power = int(exponent or "0") - len(fraction) + len(digits) - len(significant)
+    text = f"{'-' if literal.startswith('-') else ''}{significant}e{power}".encode("ascii")
+    return b"#" + _size(len(text)) + text
+
+
+# JSON pointers (RFC 6901)
+
+
+def _counted(tree: object, rules: Rules) -> object:
+    """What of ``tree`` counts. Copies along the pointers only; ``tree`` stays as it is."""
+    for pointer in rules.exclude:
+        tree = _without(tree, _steps(pointer))
+    if not rules.only:
+        return tree
+    return {pointer: value for pointer in rules.only for value in _at(tree, _steps(pointer))}
+
+
+def _steps(pointer: str) -> list[str]:
+    return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+
+
+def _index(array: Sequence[object], step: str) -> int | None:
+    inside = re.fullmatch("0|[1-9][0-9]{0,8}", step) and int(step) < len(array)
+    return int(step) if inside else None
+
+
+def _without(tree: object, steps: list[str]) -> object:
+    if not steps:
+        return None
+    step, *rest = steps
+    if isinstance(tree, Mapping) and step in tree:
+        kept = {name: value for name, value in tree.items() if name != step}
+        return {**kept, step: _without(tree[step], rest)} if rest else kept
+    if isinstance(tree, (list, tuple)) and (index := _index(tree, step)) is not None:
+        return [*tree[:index], _without(tree[index], rest), *tree[index + 1 :]]
+    return tree
+
+
+def _at(tree: object, steps: list[str]) -> list[object]:
+    """The value at a pointer, alone in a list; an empty list when there is none."""
+    for step in steps:
+        if isinstance(tree, Mapping) and step in tree:
+            tree = tree[step]
+        elif isinstance(tree, (list, tuple)) and (index := _index(tree, step)) is not None:
+            tree = tree[index]
+        else:
+            return []
+    return [tree]
+
+
+# Multipart (RFC 7578, RFC 2046)
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_PARAMETER = re.compile(rb"[ \t]*;[ \t]*(" + _TOKEN + rb')=(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|(' + _TOKEN + rb"))")
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+_PART_HEADER = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([^\r\n]*?)[ \t]*")
+_LINE_END = re.compile(rb"(--)?[ \t]*(?:\r\n|\Z)")
+
+
+def _multipart_parts(content_type: bytes, body: bytes) -> Iterator[bytes]:
+    """The parts in order, each with its name, file name, type and the hash of its content.
+
+    Boundary, preamble and epilogue do not count. Raises ValueError for whatever another parser might read
+    in another way.
+    """
+    _, parameters = _parameters(content_type)
+    boundary = parameters.get(b"boundary", b"")
+    if not _BOUNDARY.fullmatch(boundary):
+        raise ValueError("no usable boundary")
+    view = memoryview(body)
+    for number, (start, end) in enumerate(_between_delimiters(body, b"--" + boundary)):
+        if number == MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} parts")
+        head_end = body.find(b"\r\n\r\n", start, end)
+        if head_end < 0:
+            raise ValueError("a part without the empty line after its header")
+        yield _pack((*_part_header(body[start:head_end]), sha256(view[head_end + 4 : end]).digest()))
+
+
+def _between_delimiters(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
+    """Where each part begins and ends, without the line ends that belong to the delimiters."""
+    start: int | None = None
+    at = body.find(delimiter)
+    while at >= 0:
+        if at == 0 or body[at - 2 : at] == b"\r\n":
+            line_end = _LINE_END.match(body, at + len(delimiter))
+            if line_end is None:
+                raise ValueError("a delimiter with something behind it on its line")
+            if start is not None:
+                if at - 2 < start:
+                    raise ValueError("two delimiters without a part between them")
+                yield start, at - 2
+            if line_end[1]:
+                return
+            start = line_end.end()
+            at = body.find(delimiter, start)
+        else:
+            at = body.find(delimiter, at + 1)
+    raise ValueError("no closing delimiter")
+
+
+def _part_header(head: bytes) -> tuple[bytes, bytes, bytes]:
+    """Disposition, type and transfer encoding, which some frameworks undo. The other fields do not count."""
+    fields: dict[bytes, bytes] = {}
+    for line in head.split(b"\r\n"):
+        match = _PART_HEADER.fullmatch(line)
+        if match is None or match[1].lower() in fields:
+            raise ValueError("a malformed or repeated line in the header of a part")
+        fields[match[1].lower()] = match[2]
+    disposition, parameters = _parameters(fields.get(b"content-disposition", b""))
+    if disposition != b"form-data" or b"name" not in parameters:
+        raise ValueError("a part without a name")
+    media_type, type_parameters = _parameters(fields.get(b"content-type", b""))
+    return (
+        _pack(text for item in sorted(parameters.items()) for text in item),
+        _pack((media_type, *(text for item in sorted(type_parameters.items()) for text in item))),
+        fields.get(b"content-transfer-encoding", b"").lower(),
+    )
+
+
+def _parameters(value: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+    """A header value such as ``form-data; name="a"``: its first word in lower case, and its parameters.
+
+    Quoted text keeps its escapes: two spellings of one name at worst look different.
+    """
+    word, semicolon, _ = value.partition(b";")
+    parameters: dict[bytes, bytes] = {}
+    at = len(word.rstrip(b" \t"))
+    while semicolon and at < len(value):
+        match = _PARAMETER.match(value, at)
+        if match is None or match[1].lower() in parameters:
+            raise ValueError("malformed or repeated parameters")
+        parameters[match[1].lower()] = match[2] if match[3] is None else match[3]
+        at = match.end()
+    return word.strip().lower(), parameters

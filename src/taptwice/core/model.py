@@ -1,0 +1,84 @@
+"""The values everything else speaks about: who asked for what, and what was answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Headers = tuple[tuple[str, str], ...]
+
+
+def _digest(*parts: bytes) -> bytes:
+    """SHA-256 over length-prefixed parts, so that no two lists of parts can be glued into one."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "big"))
+        whole.update(part)
+    return whole.digest()
+
+
+def key_hash(key: str) -> str:
+    """The form in which a key or an account may stand in logs and metrics: 16 hexadecimal digits."""
+    return _digest(b"taptwice/log", key.encode("utf-8", "surrogatepass")).hex()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """An idempotency key and the account whose key it is: together they name one intent."""
+
+    account: str
+    key: str
+    id: bytes = field(init=False, repr=False)
+    """16 bytes: the primary key of the record."""
+
+    def __post_init__(self) -> None:
+        pair = (self.account.encode("utf-8", "surrogatepass"), self.key.encode("utf-8", "surrogatepass"))
+        object.__setattr__(self, "id", _digest(b"taptwice/record", *pair)[:16])
+
+    @property
+    def lock(self) -> int:
+        """A signed 64-bit number to lock on. Two pairs that share it only wait for each other."""
+        return int.from_bytes(self.id[:8], "big", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP-shaped answer. A body of None is a tombstone: the effect is known, the body was not kept."""
+
+    status: int
+    headers: Headers = ()
+    body: bytes | None = b""
+
+    def json(self) -> Any:
+        """The body, parsed. A tombstone gives None."""
+        return None if self.body is None else json.loads(self.body)
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header; names are compared without case."""
+        wanted = name.lower()
+        return next((value for known, value in self.headers if known.lower() == wanted), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the store remembers of a finished request. Times are seconds since 1970."""
+
+    version: int
+    digest: bytes = field(repr=False)
+    answer: Answer = field(repr=False)
+    created_at: float
+
+
+def pack_headers(headers: Headers) -> bytes | None:
+    """Header lines as bytes, one a line; None when there is none, which takes no room in a row."""
+    return "\n".join(f"{name}:{value}" for name, value in headers).encode("latin-1") if headers else None
+
+
+def unpack_headers(packed: bytes | None) -> Headers:
+    """The reverse of `pack_headers`."""
+    if not packed:
+        return ()
+    lines = (line.partition(":") for line in packed.decode("latin-1").split("\n"))
+    return tuple((name, value) for name, _, value in lines)

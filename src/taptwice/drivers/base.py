@@ -1,0 +1,70 @@
+"""What all executors share: from a command to the method that carries it out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+from taptwice.core import plan
+from taptwice.core.plan import Command, Together
+from taptwice.drivers import system
+
+Reply = TypeVar("Reply")
+
+logger = logging.getLogger("taptwice.drivers")
+
+METHODS: dict[type, str] = {
+    plan.Query: "query",
+    plan.Together: "together",
+    plan.Begin: "begin",
+    plan.Join: "join",
+    plan.Savepoint: "savepoint",
+    plan.Flush: "flush",
+    plan.Undo: "undo",
+    plan.Release: "release",
+    plan.Commit: "commit",
+    plan.Rollback: "rollback",
+    plan.Close: "close",
+    plan.Now: "now",
+    plan.Sleep: "sleep",
+}
+
+
+class Blocking:
+    """Executor that blocks. A subclass has a method for each command of `METHODS`."""
+
+    def execute(self, command: Command[Reply], /) -> Reply:
+        reply: Reply = getattr(self, METHODS[type(command)])(command)
+        return reply
+
+    def together(self, command: Together) -> tuple[Any, ...]:
+        return tuple(self.execute(each) for each in command.commands)
+
+    def flush(self, command: plan.Flush) -> None:
+        """Only an ORM holds anything back."""
+
+    def now(self, command: plan.Now) -> float:
+        return system.now()
+
+    def sleep(self, command: plan.Sleep) -> None:
+        system.sleep(command.seconds)
+
+
+class Awaiting:
+    """Executor that awaits. A subclass has a coroutine method for each command of `METHODS`."""
+
+    async def execute(self, command: Command[Reply], /) -> Reply:
+        reply: Reply = await getattr(self, METHODS[type(command)])(command)
+        return reply
+
+    async def together(self, command: Together) -> tuple[Any, ...]:
+        return tuple([await self.execute(each) for each in command.commands])
+
+    async def flush(self, command: plan.Flush) -> None:
+        """Only an ORM holds anything back."""
+
+    async def now(self, command: plan.Now) -> float:
+        return system.now()
+
+    async def sleep(self, command: plan.Sleep) -> None:
+        await system.asleep(command.seconds)

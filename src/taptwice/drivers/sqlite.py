@@ -1,0 +1,176 @@
+"""sqlite3 of the standard library."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from taptwice import sql
+from taptwice.core import plan
+from taptwice.core.plan import Rows
+from taptwice.drivers.base import Blocking, logger
+from taptwice.errors import Busy, ConstraintViolated, Contention, Misuse, StoreUnavailable, TaptwiceError, Torn
+
+STATEMENTS = sql.compile_all("sqlite", lambda name, position: f":{name}")
+
+SAVEPOINT = "taptwice"
+
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_UNAVAILABLE = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_READONLY,
+}
+
+
+def ours(error: sqlite3.Error) -> TaptwiceError | None:
+    """Our error for an error of sqlite3 at a statement of ours; None when it is the user's affair."""
+    code = getattr(error, "sqlite_errorcode", None)
+    text = str(error)
+    if code is None:
+        if "different thread" in text or "created in a thread" in text:
+            return Misuse("the connection moves between threads: open it with check_same_thread=False")
+        return Misuse(f"sqlite3 refused: {text}")
+    if code == sqlite3.SQLITE_BUSY_SNAPSHOT:
+        return Contention(
+            "this transaction read before another one wrote, and can no longer write: roll back and run it "
+            "again; begin it with BEGIN IMMEDIATE and it waits for its turn instead"
+        )
+    if code & 0xFF in _BUSY:
+        return Busy(
+            "another transaction is writing to this SQLite database; if yours has read already, begin it "
+            "with BEGIN IMMEDIATE"
+        )
+    if code & 0xFF in _UNAVAILABLE:
+        return StoreUnavailable(f"SQLite: {text}")
+    if code & 0xFF == sqlite3.SQLITE_CONSTRAINT:
+        return ConstraintViolated(text)
+    if "no such table: taptwice" in text or "no such column" in text:
+        return Misuse(f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)")
+    if "no such savepoint" in text:
+        return Torn()
+    return None
+
+
+class SqliteExecutor(Blocking):
+    """Commands on one sqlite3 connection: the caller's (`connection`), or one from `connect` at `Begin`."""
+
+    dialect: sql.Dialect = "sqlite"
+
+    def __init__(
+        self, connection: sqlite3.Connection | None = None, connect: Callable[[], sqlite3.Connection] | None = None
+    ) -> None:
+        self._connection = connection
+        self._connect = connect
+
+    @property
+    def handle(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise Misuse("the claim's connection is used outside its transaction")
+        return self._connection
+
+    def _run(self, text: str, parameters: dict[str, Any] | None = None) -> Rows:
+        try:
+            return tuple(self.handle.execute(text, parameters or {}).fetchall())
+        except sqlite3.Error as error:
+            if (known := ours(error)) is not None:
+                raise known from error
+            raise
+
+    def query(self, command: plan.Query) -> Rows:
+        statement = STATEMENTS[command.statement]
+        return self._run(statement.text, statement.named(command))
+
+    def begin(self, command: plan.Begin) -> None:
+        if self._connection is None:
+            if self._connect is None:
+                raise Misuse("the connection of this claim was given back")
+            try:
+                self._connection = self._connect()
+            except sqlite3.Error as error:
+                raise StoreUnavailable(f"SQLite: {error}") from error
+            # Python's own implicit BEGIN would come before ours, and be a deferred one.
+            self._connection.isolation_level = None
+        self._begin_immediate(command.wait)
+
+    def join(self, command: plan.Join) -> None:
+        connection = self.handle
+        if connection.in_transaction:
+            self._waiting(command.wait, lambda: self._run(STATEMENTS["lock"].text))
+        elif connection.isolation_level is None:
+            raise Misuse("a claim joins a transaction, and none is open: begin it with BEGIN IMMEDIATE")
+        else:
+            # Python would begin one before the first write; this is that first write.
+            self._begin_immediate(command.wait)
+
+    def _begin_immediate(self, wait: float) -> None:
+        self._waiting(wait, lambda: self._run("BEGIN IMMEDIATE"))
+
+    def _waiting(self, wait: float, action: Callable[[], object]) -> None:
+        """Let `action` wait for its turn to write; the connection's own busy_timeout is restored."""
+        [(before,)] = self._run("PRAGMA busy_timeout")
+        self._run(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        try:
+            action()
+        finally:
+            self._run(f"PRAGMA busy_timeout = {int(before)}")
+
+    def savepoint(self, command: plan.Savepoint) -> None:
+        self._run(f"SAVEPOINT {SAVEPOINT}")
+
+    def undo(self, command: plan.Undo) -> None:
+        self._run(f"ROLLBACK TO {SAVEPOINT}")
+        self._run(f"RELEASE {SAVEPOINT}")
+
+    def release(self, command: plan.Release) -> None:
+        self._run(f"RELEASE {SAVEPOINT}")
+
+    def commit(self, command: plan.Commit) -> None:
+        if not self.handle.in_transaction:
+            raise Torn
+        self._run("COMMIT")
+
+    def rollback(self, command: plan.Rollback) -> None:
+        try:
+            if self._connection is not None and self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            logger.warning("a rollback on SQLite failed; the connection is closed", exc_info=True)
+
+    def close(self, command: plan.Close) -> None:
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.close()
+        except sqlite3.Error:
+            logger.warning("a connection to SQLite could not be closed", exc_info=True)
+
+
+class SqliteSource:
+    """Connections from a function, one for each transaction."""
+
+    dialect: sql.Dialect = "sqlite"
+    blocking = True
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        self._connect = connect
+
+    def open(self) -> SqliteExecutor:
+        return SqliteExecutor(connect=self._connect)
+
+
+def join(connection: Any) -> SqliteExecutor | None:
+    return SqliteExecutor(connection) if isinstance(connection, sqlite3.Connection) else None
+
+
+def source(origin: Any) -> None:
+    """A connection serves one transaction at a time: it is no source."""
+    return None
+
+
+def connecting(connect: Callable[[], sqlite3.Connection]) -> SqliteSource:
+    return SqliteSource(connect)

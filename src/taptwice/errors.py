@@ -1,0 +1,165 @@
+"""Every exception of taptwice, and what to do about it.
+
+    TaptwiceError
+    ├── RequestError          the caller's request is wrong: correct it, then send it again
+    │   ├── KeyMissing        400 key-missing       an Idempotency-Key is required here
+    │   ├── KeyInvalid        400 key-invalid       malformed, too long, sent twice
+    │   ├── KeyExpired        400 key-expired       the key is older than the window
+    │   ├── KeyReused         422 key-reused        the key belongs to another request
+    │   ├── AccountMissing    401 account-missing   nobody is logged in
+    │   ├── RequestTooLarge   413 request-too-large
+    │   └── RequestIncomplete 400 request-incomplete
+    ├── InFlight              409 in-progress       the first attempt is running: same key again, later
+    ├── StoreUnavailable      503 store-unavailable nothing was done: same key again, later
+    │   └── CommitUnknown     503 commit-unknown    it may have been done: same key again finds out
+    ├── Contention            503 contention        rolled back, nothing done: run the transaction again
+    │   └── Busy              503 contention        another transaction is writing to a database with one writer
+    ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
+    └── Misuse                500 misuse            the program is wrong: the message names the remedy
+        ├── Unfinished        the block was left without an answer
+        └── Torn              somebody ended the transaction under the claim
+
+Each class carries ``status`` (the HTTP status), ``problem`` (the last segment of its problem
+type) and ``retry`` (whether the same request may succeed later without being changed).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AccountMissing",
+    "Busy",
+    "CommitUnknown",
+    "ConstraintViolated",
+    "Contention",
+    "InFlight",
+    "KeyExpired",
+    "KeyInvalid",
+    "KeyMissing",
+    "KeyReused",
+    "Misuse",
+    "RequestError",
+    "RequestIncomplete",
+    "RequestTooLarge",
+    "StoreUnavailable",
+    "TaptwiceError",
+    "Torn",
+    "Unfinished",
+]
+
+
+class TaptwiceError(Exception):
+    """The root of all exceptions of this package. Its docstring is the default message."""
+
+    status: ClassVar[int] = 500
+    problem: ClassVar[str] = "error"
+    retry: ClassVar[bool] = False
+
+    def __init__(self, detail: str | None = None) -> None:
+        self.detail = detail or (type(self).__doc__ or "").strip().split("\n\n")[0]
+        super().__init__(self.detail)
+
+
+class RequestError(TaptwiceError):
+    """The request must be corrected before it is sent again."""
+
+    status = 400
+    problem = "bad-request"
+
+
+class KeyMissing(RequestError):
+    """An Idempotency-Key header is required."""
+
+    problem = "key-missing"
+
+
+class KeyInvalid(RequestError):
+    """The Idempotency-Key header is malformed."""
+
+    problem = "key-invalid"
+
+
+class KeyExpired(RequestError):
+    """The idempotency key is older than the window in which keys are remembered."""
+
+    problem = "key-expired"
+
+
+class KeyReused(RequestError):
+    """The idempotency key was used before with a different request."""
+
+    status = 422
+    problem = "key-reused"
+
+
+class AccountMissing(RequestError):
+    """An idempotency key needs an account, and nobody is logged in."""
+
+    status = 401
+    problem = "account-missing"
+
+
+class RequestTooLarge(RequestError):
+    """The request body is larger than the limit."""
+
+    status = 413
+    problem = "request-too-large"
+
+
+class RequestIncomplete(RequestError):
+    """The request body ended before its announced length."""
+
+    problem = "request-incomplete"
+
+
+class InFlight(TaptwiceError):
+    """A request with this idempotency key is still in progress."""
+
+    status = 409
+    problem = "in-progress"
+    retry = True
+
+
+class StoreUnavailable(TaptwiceError):
+    """The store of idempotency keys cannot be used; nothing was done."""
+
+    status = 503
+    problem = "store-unavailable"
+    retry = True
+
+
+class CommitUnknown(StoreUnavailable):
+    """The connection was lost during COMMIT; a retry with the same key finds out what happened."""
+
+    problem = "commit-unknown"
+
+
+class Contention(TaptwiceError):
+    """The database refused the transaction because of a concurrent one; run it again."""
+
+    status = 503
+    problem = "contention"
+    retry = True
+
+
+class Busy(Contention):
+    """The database has one writer, and another transaction is writing."""
+
+
+class ConstraintViolated(TaptwiceError):
+    """A statement of taptwice broke a constraint of its own table."""
+
+
+class Misuse(TaptwiceError):
+    """taptwice is used in a way that cannot be safe."""
+
+    problem = "misuse"
+
+
+class Unfinished(Misuse):
+    """The claim's block ended without finish(); its writes were undone and the key is free."""
+
+
+class Torn(Misuse):
+    """The transaction of the claim was ended by the handler; the claim can no longer commit with it."""

@@ -1,0 +1,112 @@
+"""The statements, by name, one file a dialect; and the migrations that make their tables.
+
+A statement is written once with ``:name`` parameters and compiled once to what a driver wants.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from taptwice.core.plan import Query, Value
+
+Dialect = Literal["postgresql", "sqlite"]
+
+_PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A named statement and its parameters, in the order in which each first appears."""
+
+    name: str
+    text: str
+    parameters: tuple[str, ...]
+
+    def compiled(self, placeholder: Callable[[str, int], str]) -> str:
+        """The text with each parameter written by ``placeholder(name, position from 1)``."""
+        return _PARAMETER.sub(lambda found: placeholder(found[1], self.parameters.index(found[1]) + 1), self.text)
+
+
+@cache
+def statements(dialect: Dialect) -> Mapping[str, Statement]:
+    """All statements of a dialect."""
+    text = (files(__package__) / f"{dialect}.sql").read_text()
+    found = {}
+    for part in text.split("-- name: ")[1:]:
+        name, _, body = part.partition("\n")
+        lines = (line for line in body.splitlines() if not line.startswith("--"))
+        sql = "\n".join(lines).strip().rstrip(";")
+        found[name.strip()] = Statement(name.strip(), sql, tuple(dict.fromkeys(_PARAMETER.findall(sql))))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A statement as one driver takes it."""
+
+    text: str
+    parameters: tuple[str, ...]
+
+    def named(self, query: Query) -> dict[str, Value]:
+        """The values by name; a parameter that the query does not give is null."""
+        given = dict(query.parameters)
+        return {name: given.get(name) for name in self.parameters}
+
+    def ordered(self, query: Query) -> list[Value]:
+        """The values in the order of ``$1, $2, …``."""
+        given = dict(query.parameters)
+        return [given.get(name) for name in self.parameters]
+
+
+def compile_all(dialect: Dialect, placeholder: Callable[[str, int], str]) -> Mapping[str, Compiled]:
+    """Every statement of a dialect for one driver; called once when the driver's module is loaded."""
+    return {
+        name: Compiled(statement.compiled(placeholder), statement.parameters)
+        for name, statement in statements(dialect).items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A numbered step. `pre` runs before the code that needs it is deployed, `post` after the old code is gone."""
+
+    name: str
+    text: str
+
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """The single statements, for drivers that take one at a time. A ``$$`` body is never cut."""
+        return tuple(part for part in _split(self.text) if part)
+
+
+MIGRATIONS_TABLE = "CREATE TABLE IF NOT EXISTS taptwice_migrations (name text NOT NULL PRIMARY KEY)"
+
+
+@cache
+def migrations(dialect: Dialect) -> tuple[Migration, ...]:
+    """All migrations of a dialect in their order."""
+    folder = files(__package__) / "migrations" / dialect
+    found = [Migration(entry.name.removesuffix(".sql"), entry.read_text()) for entry in folder.iterdir()]
+    return tuple(sorted(found, key=lambda migration: migration.name))
+
+
+def _split(text: str) -> list[str]:
+    bare = re.sub(r"^\s*--.*$|(?<=[,;\s])--.*$", "", text, flags=re.MULTILINE)
+    parts, current = [], ""
+    for index, piece in enumerate(re.split(r"(\$\$)", bare)):
+        inside_body = index % 4 == 2
+        if inside_body or piece == "$$":
+            current += piece
+            continue
+        *ended, rest = piece.split(";")
+        for end in ended:
+            parts.append((current + end).strip())
+            current = ""
+        current += rest
+    parts.append(current.strip())
+    return parts

@@ -1,0 +1,51 @@
+-- The finished answers. Rows are inserted once, complete, and never updated.
+CREATE TABLE taptwice_records (
+    id                  uuid        PRIMARY KEY,   -- 128 bits of the SHA-256 of (account, key)
+    created_at          timestamptz NOT NULL,      -- when the work was claimed
+    expires_at          timestamptz NOT NULL,      -- may be forgotten from here on, not before
+    fingerprint_version smallint    NOT NULL,
+    status              smallint    NOT NULL,      -- HTTP status of the answer
+    fingerprint         bytea       NOT NULL,      -- SHA-256 of the request
+    account             text,                      -- in the clear for support; null when only hashes are kept
+    key                 text,
+    headers             bytea,                     -- lines of name:value; null when there is none
+    body                bytea                      -- bytes as they were sent; null: not kept (tombstone)
+);
+
+-- Rows arrive in the order of their expiry, so block ranges are enough to find the old ones.
+CREATE INDEX taptwice_records_expires_at ON taptwice_records USING brin (expires_at) WITH (autosummarize = on);
+
+-- Lock the key, then look for its record: two statements, because the second one's snapshot must be
+-- younger than the lock (a VOLATILE function takes a new snapshot for each of its statements under
+-- READ COMMITTED), and one round trip. The lock ends with the transaction; nothing outlives it.
+CREATE FUNCTION taptwice_claim(
+    lock bigint, record uuid, wait_ms integer,
+    OUT locked boolean, OUT begun double precision, OUT read_only boolean,
+    OUT fingerprint_version smallint, OUT fingerprint bytea, OUT status smallint,
+    OUT headers bytea, OUT body bytea, OUT created_at double precision
+) LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    callers_timeout text;
+BEGIN
+    begun := extract(epoch FROM transaction_timestamp());
+    read_only := current_setting('transaction_read_only') = 'on';
+    locked := pg_try_advisory_xact_lock(lock);
+    IF NOT locked AND wait_ms > 0 THEN
+        callers_timeout := current_setting('lock_timeout');
+        PERFORM set_config('lock_timeout', wait_ms::text, true);
+        BEGIN
+            PERFORM pg_advisory_xact_lock(lock);
+            locked := true;
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;  -- waited in vain: the caller's transaction is as it was
+        END;
+        PERFORM set_config('lock_timeout', callers_timeout, true);
+    END IF;
+    IF locked THEN
+        SELECT r.fingerprint_version, r.fingerprint, r.status, r.headers, r.body, extract(epoch FROM r.created_at)
+          INTO taptwice_claim.fingerprint_version, taptwice_claim.fingerprint, taptwice_claim.status,
+               taptwice_claim.headers, taptwice_claim.body, taptwice_claim.created_at
+          FROM taptwice_records r WHERE r.id = record;
+    END IF;
+END
+$$;
