@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+
 import services
 from services import PrivatePgBouncer, PrivatePostgres
 
@@ -86,7 +87,9 @@ def test_the_guard_cleans_up_after_a_process_that_is_killed() -> None:
         "time.sleep(600)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(services.__file__).parent)}
-    runner = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert runner.stdout is not None
     with runner.stdout:
         pid, folder = runner.stdout.readline().split(maxsplit=1)
@@ -97,12 +100,17 @@ def test_the_guard_cleans_up_after_a_process_that_is_killed() -> None:
     while time.monotonic() < end and Path(folder.strip()).exists():
         time.sleep(0.05)
     assert not Path(folder.strip()).exists()
-    assert not Path(f"/proc/{pid}/cmdline").exists() or b"postgres" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert (
+        not Path(f"/proc/{pid}/cmdline").exists()
+        or b"postgres" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 def test_each_test_has_a_database_of_its_own(postgres_url: str, fresh_postgres: str) -> None:
     assert ask(postgres_url, "select current_database()") != ask(fresh_postgres, "select current_database()")
-    assert ask(fresh_postgres, "select count(*) from pg_class where relnamespace = 'public'::regnamespace") == 0
+    assert (
+        ask(fresh_postgres, "select count(*) from pg_class where relnamespace = 'public'::regnamespace") == 0
+    )
 
 
 def test_pgbouncer_shares_one_server_connection_between_transactions(

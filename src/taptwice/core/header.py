@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, cast
 
 import http_sf
 
@@ -55,12 +55,14 @@ _UUID_4_OR_7 = re.compile(
 
 # What a forgotten variable looks like once some language has turned it into text. All intents of such a
 # client would share one key, and all but the first would be answered with somebody else's payment.
-_ACCIDENTS = frozenset(
-    ("undefined", "null", "none", "nil", "nan", "true", "false", "0", "-", "n/a", "na", "empty")
-    + ("{}", "[]", "()", "<nil>", "<null>", "(null)", "00000000-0000-0000-0000-000000000000")
+_ACCIDENT = re.compile(
+    r"""
+    | undefined | \(?null\)? | none | nil | nan | true | false | empty | n/?a | 0 | -
+    | \[\] | \{\} | \(\) | <nil> | <null> | \[object\ \w+\] | 00000000-0000-0000-0000-000000000000
+    | [^@\s]+ @ [^@\s]+ \. [a-z]{2,}
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-_JS_OBJECT = re.compile(r"\[object \w+\]", re.IGNORECASE)
-_EMAIL = re.compile(r"[^@\s]+@[^@\s]+\.[a-z]{2,}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,8 @@ def check_key(key: object, syntax: KeySyntax = KeySyntax()) -> str:
     _check_characters(key)
     if syntax.uuid and not _UUID.fullmatch(key):
         raise KeyInvalid("The idempotency key is not a UUID (36 characters, with hyphens).")
-    if syntax.guard and _is_accident(key):
-        raise KeyInvalid("The idempotency key looks like an unset variable or an e-mail address; send a UUID.")
+    if syntax.guard and _ACCIDENT.fullmatch(key.strip(" '\"")):
+        raise KeyInvalid("The idempotency key is what an unset variable looks like, or an e-mail address.")
     return key
 
 
@@ -196,7 +198,8 @@ def _read(name: str, value: bytes, syntax: KeySyntax) -> str:
 def _unquote(name: str, text: str) -> str:
     """The String in ``text``, which starts with a quote. Parameters are valid and mean nothing here."""
     try:
-        item = http_sf.parse(text.encode("ascii"), tltype="item")
+        # What starts with a quote is a String, and an Item comes with its parameters: only types forget that.
+        key, _ = cast(tuple[str, object], http_sf.parse(text.encode("ascii"), tltype="item"))
     except http_sf.StructuredFieldError as error:
         # Only the place: the parser's own words quote what it met.
         place = len(text) if error.position is None else min(error.position, len(text))
@@ -204,8 +207,7 @@ def _unquote(name: str, text: str) -> str:
         raise KeyInvalid(
             f"The {name} header is not a well-formed quoted string (RFC 9651): see {where}."
         ) from None
-    assert isinstance(item, tuple) and isinstance(item[0], str)  # what starts with a quote is a String
-    return item[0]
+    return key
 
 
 def _check_characters(key: str) -> None:
@@ -215,20 +217,10 @@ def _check_characters(key: str) -> None:
         raise KeyInvalid("The idempotency key is blank.")
 
 
-def _is_accident(key: str) -> bool:
-    bare = key.strip(" '\"").lower()
-    return (
-        not bare
-        or bare in _ACCIDENTS
-        or _JS_OBJECT.fullmatch(bare) is not None
-        or _EMAIL.fullmatch(bare) is not None
-    )
-
-
 # The three forms of an HTTP-date (RFC 9110 section 5.6.7). Not strptime, which reads the names of days and
 # months in the language of the process.
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_TIME = r"(?P<hour>[0-9]{2}):(?P<minute>[0-9]{2}):(?P<second>[0-9]{2})"
+_TIME = r"(?P<hour>[0-9]{2}):(?P<minute>[0-9]{2}):(?P<second>[0-5][0-9]|60)"
 _MONTH = f"(?P<month>{'|'.join(_MONTHS)})"
 _DAY = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
 _LONG_DAY = "(?:Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday)"
@@ -259,7 +251,7 @@ def _http_date(text: str, now: float) -> float | None:
             int(match["day"]),
             int(match["hour"]),
             int(match["minute"]),
-            min(int(match["second"]), 59) if match["second"] == "60" else int(match["second"]),
+            min(int(match["second"]), 59),  # datetime knows no leap second
             tzinfo=UTC,
         )
     except ValueError:
