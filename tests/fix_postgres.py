@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-import services
 from psycopg import sql
+
+import services
 from services import PrivatePgBouncer, PrivatePostgres
 
 
@@ -37,8 +38,8 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """An empty database of this run; one for each xdist worker. It is shared: leave no rows behind that
-    matter.""" with _new_database(_server()) as url:
+    """A database of this run, one for each xdist worker. It is shared between tests."""
+    with _new_database(_server()) as url:
         yield url
 
 
@@ -85,14 +86,15 @@ def _skipped() -> list[str]:
 
 
 def _server() -> str:
-    """The URL of the server found for this run. None found and not skipped on purpose is a failure, never a
-    skip.""" if "postgres" in _skipped():
+    """The server found for this run. None found, and not skipped on purpose, is a failure, never a skip."""
+    if "postgres" in _skipped():
         pytest.skip("skipped by --skip postgres")
     url = os.environ.get(services.VARIABLE)
     if not url:
         pytest.fail(
-            f"{services.VARIABLE} is not set. Run the tests with `./dev test [pytest arguments]`, which finds
-            or starts" " a server, or leave it out with `./dev test --skip postgres`.", pytrace=False,
+            f"{services.VARIABLE} is not set. Run the tests with `./dev test [pytest arguments]`, which finds"
+            " or starts a server, or leave it out with `./dev test --skip postgres`.",
+            pytrace=False,
         )
     if urlsplit(url).scheme not in ("postgresql", "postgres"):
         pytest.fail(f"{services.VARIABLE} must be a URL postgresql://user@host:port/database", pytrace=False)
@@ -100,8 +102,9 @@ def _server() -> str:
 
 
 def _missing(what: str) -> None:
-    """Where CI runs, everything must be there; elsewhere a missing program skips its tests, with the
-    remedy.""" message = f"{what}. On Debian: {services.APT_LINE}" if os.environ.get("CI"):
+    """Where CI runs, everything must be there; elsewhere a missing program skips its tests."""
+    message = f"{what}. On Debian: {services.APT_LINE}"
+    if os.environ.get("CI"):
         pytest.fail(message, pytrace=False)
     pytest.skip(message)
 

@@ -10,12 +10,12 @@ this order:
 4. one that already listens on the standard port.
 
 It then runs COMMAND with TAPTWICE_POSTGRES_URL set and returns its exit code. Found nothing: it says what to
-do and returns 2. A private server comes before a running one because its settings are known and nobody's data
-is near.
+do and returns 2. A private server comes before a running one because its settings are known and nobody's
+data is near.
 
 As a module it gives `PrivatePostgres` and `PrivatePgBouncer`, for tests that stop, kill and restart a server
-of their own. Whatever was started ends with the process that started it, even if that is killed with SIGKILL:
-a guard process sees to it.
+of their own. Whatever was started ends with the process that started it, even if that is killed with
+SIGKILL: a guard process sees to it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class ServiceError(Exception):
     """A server is missing, did not start or did not stop; the message says what to do."""
 
 
-# --- the folder of this process, and who a server runs as
-# -----------------------------------------------------------
+# --- the folder of this process, and who a server runs as ---------------------------------------------------
 
 _folder: pathlib.Path | None = None
 _live: list[_Server] = []
@@ -120,8 +119,7 @@ def _environment(home: pathlib.Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "LC_ALL": "C.UTF-8" if sys.platform == "linux" else "C"}
 
 
-# --- binaries
-# -------------------------------------------------------------------------------------------------------
+# --- binaries -----------------------------------------------------------------------------------------------
 
 
 def _executable(path: str) -> bool:
@@ -185,13 +183,12 @@ def pgbouncer_binary() -> str | None:
     return _on_machine("pgbouncer")
 
 
-# --- processes
-# ------------------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------
 
 
 def _free_port() -> int:
-    """Below the range that the kernel gives to clients, so that a server finds its port free after a
-    restart.""" for _ in range(200):
+    """Below the range that the kernel gives to clients, so that it is still free after a restart."""
+    for _ in range(200):
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,8 +201,8 @@ def _free_port() -> int:
 
 
 def _children(parent: int) -> list[int]:
-    """Pids of the direct children: each backend of PostgreSQL makes a session of its own, killpg misses
-    it.""" if os.path.isdir("/proc/self"):
+    """Direct children. A process group will not do: each backend of PostgreSQL makes a session of its own."""
+    if os.path.isdir("/proc/self"):
         found = []
         for stat in glob.glob("/proc/[0-9]*/stat"):
             try:
@@ -259,8 +256,7 @@ def _until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 class _Guard:
-    """A process in a session of its own. Its input ends when we die, however we die; then it kills what we
-    started."""
+    """A process in a session of its own. Its input ends when we die, however we die; then it cleans up."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -311,8 +307,7 @@ def _stand_guard(folder: str) -> int:
     return 0
 
 
-# --- private servers
-# ------------------------------------------------------------------------------------------------
+# --- private servers ----------------------------------------------------------------------------------------
 
 
 class _Server:
@@ -389,8 +384,8 @@ class _Server:
         self._ended()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes, as the kernel does when memory runs out. `start` brings it
-        back.""" if self._process is None:
+        """SIGKILL to all of its processes, as when a machine runs out of memory. `start` brings it back."""
+        if self._process is None:
             return
         children = _kill_tree(self._process.pid) if self.running else []
         self._process.wait(30)
@@ -457,8 +452,7 @@ class PrivatePostgres(_Server):
 
     Its settings are made for tests: fsync is off, so a crash of the *machine* would lose data; a crash of the
     server (`kill`) loses nothing that was committed. `settings` adds to them or overrides them:
-    `PrivatePostgres({"default_transaction_read_only": "on"})`, or `PrivatePostgres(DURABLE)` for a
-    measurement.
+    `PrivatePostgres({"default_transaction_read_only": "on"})`, or `PrivatePostgres(DURABLE)` to measure.
 
         with PrivatePostgres() as server:
             connect(server.url)
@@ -529,8 +523,7 @@ class PrivatePostgres(_Server):
 
 
 class PrivatePgBouncer(_Server):
-    """PgBouncer in front of the server that `url` names, in transaction mode; any database name is passed
-    on."""
+    """PgBouncer in front of the server that `url` names, in transaction mode, for any of its databases."""
 
     program = "pgbouncer"
     stop_signal = signal.SIGINT
@@ -609,8 +602,7 @@ def stop_all() -> None:
         _folder = None
 
 
-# --- as a program
-# ---------------------------------------------------------------------------------------------------
+# --- as a program -------------------------------------------------------------------------------------------
 
 
 def _listening() -> tuple[str | None, str]:
@@ -710,9 +702,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"services: no PostgreSQL server.\n{error}\n\nDo one of these:\n"
             f"  {APT_LINE}\n"
-            f"  export {VARIABLE}=postgresql://user:password@host:5432/database   (a user that may create
-            databases)\n" f"  --skip postgres   (the tests that need it are reported as skipped)",
-            file=sys.stderr, flush=True,
+            f"  export {VARIABLE}=postgresql://user:password@host:5432/db   (one that may create databases)\n"
+            f"  --skip postgres   (the tests that need it are reported as skipped)",
+            file=sys.stderr,
+            flush=True,
         )
         return 2
     finally:

@@ -47,6 +47,13 @@ class Query(Command[Rows]):
 
 
 @dataclass(frozen=True, slots=True)
+class Script(Command[None]):
+    """Run one statement that has no name and no parameters: a step of a migration."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begin(Command[None]):
     """Take a connection and begin a transaction on it that is ready to write.
 

@@ -24,6 +24,7 @@ from taptwice.sql import Dialect
 Reply = TypeVar("Reply")
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Carries commands out on one connection, blocking."""
 
@@ -36,6 +37,7 @@ class Executor(Protocol):
         """What the user's code works on: the connection or session of the claim."""
 
 
+@runtime_checkable
 class AsyncExecutor(Protocol):
     """Carries commands out on one connection, awaiting."""
 
@@ -67,15 +69,12 @@ _MODULES = {
     "psycopg_pool": "psycopg",
     "asyncpg": "asyncpg",
     "sqlalchemy": "sqlalchemy",
-    "taptwice": "memory",
 }
 
 
 def _module(thing: Any) -> Any | None:
     for kind in type(thing).__mro__:
         name = _MODULES.get(kind.__module__.partition(".")[0])
-        if name == "memory":
-            return importlib.import_module("taptwice.stores.memory")
         if name:
             return importlib.import_module(f"taptwice.drivers.{name}")
     return None
@@ -84,6 +83,8 @@ def _module(thing: Any) -> Any | None:
 def join(connection: Any) -> Any:
     """The executor (blocking or awaiting) for a connection or session of the caller."""
     module = _module(connection)
+    if module is None and isinstance(connection, Executor | AsyncExecutor):
+        return connection
     executor = None if module is None else module.join(connection)
     if executor is None:
         raise Misuse(
@@ -96,6 +97,8 @@ def join(connection: Any) -> Any:
 def source(origin: Any) -> Source:
     """The source for a pool, engine, session maker, or a function that opens a connection."""
     module = _module(origin)
+    if module is None and isinstance(origin, Source):
+        return origin
     found: Source | None = None if module is None else module.source(origin)
     if found is not None:
         return found

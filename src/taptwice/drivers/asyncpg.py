@@ -117,6 +117,9 @@ class AsyncpgExecutor(Awaiting):
         rows = await self._run(self.handle.fetch, statement.text, *statement.ordered(command))
         return tuple(map(tuple, rows))
 
+    async def script(self, command: plan.Script) -> None:
+        await self._run(self.handle.execute, command.text)
+
     async def begin(self, command: plan.Begin) -> None:
         if self._connection is None:
             if self._take is None:

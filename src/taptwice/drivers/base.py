@@ -15,6 +15,7 @@ logger = logging.getLogger("taptwice.drivers")
 
 METHODS: dict[type, str] = {
     plan.Query: "query",
+    plan.Script: "script",
     plan.Together: "together",
     plan.Begin: "begin",
     plan.Join: "join",

@@ -130,6 +130,9 @@ class PsycopgExecutor(Blocking):
                 raise known from error
             raise
 
+    def script(self, command: plan.Script) -> None:
+        self._run(command.text)
+
     def begin(self, command: plan.Begin) -> None:
         self._borrow()
         transaction = self.handle.transaction()
@@ -226,6 +229,9 @@ class AsyncPsycopgExecutor(Awaiting):
         statement = STATEMENTS[command.statement]
         cursor = await self._run(statement.text, statement.named(command))
         return tuple(await cursor.fetchall()) if cursor.description else ()
+
+    async def script(self, command: plan.Script) -> None:
+        await self._run(command.text)
 
     async def begin(self, command: plan.Begin) -> None:
         if self._connection is None:

@@ -85,6 +85,9 @@ class SqliteExecutor(Blocking):
         statement = STATEMENTS[command.statement]
         return self._run(statement.text, statement.named(command))
 
+    def script(self, command: plan.Script) -> None:
+        self._run(command.text)
+
     def begin(self, command: plan.Begin) -> None:
         if self._connection is None:
             if self._connect is None:

@@ -7,6 +7,7 @@ import random
 import time
 
 now = time.monotonic
+wall_clock = time.time
 
 
 def jittered(seconds: float) -> float:

@@ -15,6 +15,7 @@ from typing import Literal
 from taptwice.core.plan import Query, Value
 
 Dialect = Literal["postgresql", "sqlite"]
+Phase = Literal["pre", "post"]
 
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")
 
@@ -79,12 +80,28 @@ class Migration:
     text: str
 
     @property
+    def phase(self) -> Phase:
+        """Which half it is, from its name: ``NNN_{pre,post}_*``."""
+        return "pre" if self.name.split("_")[1] == "pre" else "post"
+
+    @property
     def statements(self) -> tuple[str, ...]:
         """The single statements, for drivers that take one at a time. A ``$$`` body is never cut."""
         return tuple(part for part in _split(self.text) if part)
 
 
 MIGRATIONS_TABLE = "CREATE TABLE IF NOT EXISTS taptwice_migrations (name text NOT NULL PRIMARY KEY)"
+
+MIGRATIONS_LOCK: Mapping[Dialect, tuple[str, ...]] = {
+    # READ COMMITTED whatever the role's default is: what is looked up after the wait must not be older than it.
+    # The number is "taptwice" in ASCII.
+    "postgresql": (
+        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        f"SELECT pg_advisory_xact_lock({int.from_bytes(b'taptwice', 'big')})",
+    ),
+    "sqlite": (),  # BEGIN IMMEDIATE is the lock
+}
+"""What makes a transaction the only one that migrates."""
 
 
 @cache

@@ -1,0 +1,45 @@
+"""What is under way in this context: the key on every log line, and the transaction that sessions join.
+
+One mutable value stands in the context variable, and every use asks for its state: a task that was
+started inside a request and outlives it sees a closed one, and joins nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Current:
+    """The keyed request or claim of this context."""
+
+    key_hash: str | None = None
+    executor: Any = field(default=None, repr=False)
+    """The executor of the open transaction; None before it is open and after it ended."""
+    returned: bool = False
+    """The handler came to its end, and its work is to be kept."""
+    earlier: list[Any] = field(default_factory=list, repr=False)
+    """Sessions that were used before the claim; their transactions are ended when it begins."""
+    strays: list[str] = field(default_factory=list)
+    """Work that was seen going to another session."""
+
+
+current: ContextVar[Current | None] = ContextVar("taptwice_current", default=None)
+
+
+class KeyHashFilter(logging.Filter):
+    """Gives every log record the attribute ``idempotency_key_hash``: of the request under way, or None.
+
+    Add it to a handler, so that all loggers' lines pass through it:
+
+        handler.addFilter(KeyHashFilter())
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        under_way = current.get()
+        if getattr(record, "idempotency_key_hash", None) is None:
+            record.idempotency_key_hash = None if under_way is None else under_way.key_hash
+        return True

@@ -1,0 +1,147 @@
+"""Records whose window is over leave: in bounded batches, each in a short transaction of its own.
+
+    async with sweeping(engine_source, every="10m"):        in a service, beside its work
+        ...
+    with sweeping(pool_source, every="10m"):                the same where nothing awaits
+        ...
+
+Any number of processes may sweep one table. A row within its window is never touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from types import TracebackType
+from typing import Self
+
+from taptwice.core.plan import Begin, Commit, Plan, arun, ask, run
+from taptwice.core.policy import seconds
+from taptwice.drivers import Source
+from taptwice.drivers.system import jittered
+from taptwice.errors import Misuse, TaptwiceError
+from taptwice.flows.transaction import TURN, abandon
+from taptwice.stores.sql import SqlStore
+
+logger = logging.getLogger("taptwice.retention")
+
+BREATH = 0.5
+"""Seconds between two batches while there is more to remove, so that the service's own work comes first."""
+
+FIRST = 0.1
+"""The first turn comes after this part of the interval: a process that lives for less than one sweeps too."""
+
+GRACE = 10.0
+"""Seconds that leaving the block waits for the batch under way."""
+
+
+def sweep_turn(store: SqlStore, batch: int) -> Plan[int]:
+    """Forget at most `batch` records whose window is over, in a transaction of its own; how many there were."""
+    try:
+        yield from ask(Begin(TURN))
+        count = yield from store.sweep(batch)
+        yield from ask(Commit())
+        return count
+    finally:
+        yield from abandon()
+
+
+class Sweeping:
+    """A sweeper in the background of this process, from entering the block until leaving it.
+
+    A turn that fails is logged, and the next one comes at its time. Leaving the block lets the batch
+    under way end, for at most `GRACE` seconds; then it is cancelled, which rolls it back.
+    """
+
+    def __init__(self, source: Source, every: float | str = "10m", batch: int = 1000) -> None:
+        self._source = source
+        self._store = SqlStore(source.dialect)
+        self._every = seconds(every)
+        self._batch = batch
+        if self._every <= 0 or batch < 1:
+            raise Misuse(f"every={every!r}, batch={batch!r}: a sweep needs an interval and a batch above 0")
+
+    def __enter__(self) -> Self:
+        if not self._source.blocking:
+            raise Misuse("this source awaits: use `async with` to sweep it")
+        self._leave = threading.Event()
+        # A daemon: a program that ends without leaving the block is not held back, and loses at most a batch.
+        self._thread = threading.Thread(target=self._work, name="taptwice-sweeping", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.set()
+        self._thread.join(GRACE)
+
+    async def __aenter__(self) -> Self:
+        if self._source.blocking:
+            return self.__enter__()
+        self._aleave = asyncio.Event()
+        self._task = asyncio.create_task(self._awork(), name="taptwice-sweeping")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._source.blocking:
+            await asyncio.to_thread(self.__exit__, kind, error, trace)
+            return
+        self._aleave.set()
+        try:
+            _ = await asyncio.wait({self._task}, timeout=GRACE)
+        finally:
+            # Too slow, or the block itself is cancelled: the plan rolls back and gives its connection back.
+            if not self._task.done():
+                _ = self._task.cancel()
+                _ = await asyncio.wait({self._task}, timeout=GRACE)
+
+    def _work(self) -> None:
+        pause = self._every * FIRST
+        while not self._leave.wait(jittered(pause)):
+            try:
+                count = run(sweep_turn(self._store, self._batch), self._source.open().execute)
+            except Exception as error:
+                pause = self._failed(error)
+            else:
+                pause = self._swept(count)
+
+    async def _awork(self) -> None:
+        pause = self._every * FIRST
+        while not await self._left_within(jittered(pause)):
+            try:
+                count = await arun(sweep_turn(self._store, self._batch), self._source.open().execute)
+            except Exception as error:
+                pause = self._failed(error)
+            else:
+                pause = self._swept(count)
+
+    async def _left_within(self, timeout: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._aleave.wait()
+        except TimeoutError:
+            return False
+
+    def _swept(self, count: int) -> float:
+        """Seconds until the next turn."""
+        if count:
+            logger.info("sweep: %d expired records removed", count)
+        return self._every if count < self._batch else min(BREATH, self._every)
+
+    def _failed(self, error: Exception) -> float:
+        # Ours says in one line what is the matter (the store is away, the table is not there); others need the trace.
+        trace = None if isinstance(error, TaptwiceError) else error
+        logger.warning("sweep: failed, goes on in %g s: %s", self._every, error, exc_info=trace)
+        return self._every
+
+
+def sweeping(source: Source, every: float | str = "10m", batch: int = 1000) -> Sweeping:
+    """Remove expired records in the background, every `every`, at most `batch` in a transaction.
+
+    To be entered with ``async with``, or with ``with`` where the source blocks; see `Sweeping`.
+    """
+    return Sweeping(source, every, batch)

@@ -1,0 +1,396 @@
+"""One keyed request, from its key to its answer, whatever framework carries it.
+
+Nothing here blocks or awaits: `claim`, `conclude` and `abandon` are plans, and the adapters drive them.
+
+    claim ........ where the caller is known: after login and validation
+    [the handler]  `raised`, `not_saved` are told by the adapter
+    conclude ..... where the bytes are final: outside the route's exception handlers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from taptwice import drivers
+from taptwice.core import fingerprint
+from taptwice.core.header import OMITTED, check_key, is_random_uuid, key_age, parse_key, retry_after
+from taptwice.core.model import Answer, Keyed, key_hash
+from taptwice.core.plan import Begin, Commit, Plan, Release, Savepoint, ask
+from taptwice.core.policy import Policy
+from taptwice.core.problems import problem
+from taptwice.drivers import Source, system
+from taptwice.errors import (
+    AccountMissing,
+    InFlight,
+    KeyExpired,
+    KeyInvalid,
+    KeyMissing,
+    KeyReused,
+    Misuse,
+    StoreUnavailable,
+    TaptwiceError,
+    Torn,
+)
+from taptwice.events import Event, Listener, Outcome, emit
+from taptwice.flows import transaction
+from taptwice.flows.current import Current
+from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
+from taptwice.stores.sql import SqlStore
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+PROBLEM_BASE = "https://taptwice.dev/problems/"
+
+
+class NotSaved(Exception):
+    """Raised by a handler: send this answer, save nothing, undo the work, leave the key free.
+
+    `answer` is whatever the handler could have returned.
+    """
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__("an answer that is not saved")
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the edge knows of a request. `path` and `query` as they stood on the wire, `body` whole."""
+
+    method: str
+    path: bytes
+    route: str
+    query: bytes
+    headers: RawHeaders = field(repr=False)
+    body: bytes = field(repr=False, default=b"")
+
+    def has(self, name: str) -> bool:
+        wanted = name.lower().encode("latin-1")
+        return any(known.lower() == wanted for known, _ in self.headers)
+
+
+class Settings:
+    """What all frameworks' `Idempotency` are told.
+
+    `origin`: a pool, engine or session maker, or a function that returns one or opens a connection.
+    `policy`: the defaults of its routes. `listeners` hear every `Event`. `in_clear` False keeps account
+    and key out of the table. `show` puts them in the clear into events. `strict` makes a torn claim and
+    stray work raise, after the answer is safe. `problems` is the URI in front of each problem's name.
+    """
+
+    def __init__(
+        self,
+        origin: Any,
+        *,
+        policy: Policy | None = None,
+        listeners: Iterable[Listener] = (),
+        in_clear: bool = True,
+        show: bool = False,
+        strict: bool = False,
+        problems: str = PROBLEM_BASE,
+        clock: Callable[[], float | None] | None = None,
+    ) -> None:
+        self.origin = origin
+        self._source: Source | None = None
+        self.policy = policy or Policy()
+        self.listeners = tuple(listeners)
+        self.in_clear = in_clear
+        self.show = show
+        self.strict = strict
+        self.problems = problems
+        self.clock = clock
+        if not callable(origin) or isinstance(origin, type):
+            self._source = drivers.source(origin)  # a wrong origin fails where it is written
+
+    @property
+    def source(self) -> Source:
+        """Where connections come from; a function as origin is called at the first request."""
+        if self._source is None:
+            self._source = drivers.source(self.origin)
+        return self._source
+
+    def store(self) -> SqlStore:
+        return SqlStore(self.source.dialect, self.in_clear, None if self.clock is None else self.clock())
+
+    def shown(self, value: str) -> str:
+        """An account or a key as it may stand in events: hashed, unless told otherwise."""
+        return value if self.show else key_hash(value)
+
+
+class State(Enum):
+    NEW = "new"
+    CLAIMED = "claimed"
+    UNPROTECTED = "unprotected"
+    OVER = "over"
+
+
+class Exchange:
+    """The state of one request under a keyed route."""
+
+    def __init__(self, settings: Settings, policy: Policy, request: Request) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.request = request
+        self.state = State.NEW
+        self.raised = False
+        """An exception crossed the handler: its work is undone, whatever is answered."""
+        self.not_saved = False
+        """The handler asked for an answer that is not saved."""
+        self.current = Current()
+        self.executor: Any = None
+        self._store: SqlStore | None = None
+        self._asked: Asked | None = None
+        self._claimed: Claimed | None = None
+        self._account: str | None = None
+        self._events: list[Event] = []
+        self._key: str | None = None
+        self._key_error: KeyInvalid | None = None
+        try:
+            self._key = self._read_key()
+        except KeyInvalid as error:
+            self._key_error = error
+        if self._key is not None:
+            self.current.key_hash = key_hash(self._key)
+
+    @property
+    def open(self) -> bool:
+        """Whether a transaction of ours is under way."""
+        return self.state in (State.CLAIMED, State.UNPROTECTED)
+
+    # --- claim ---------------------------------------------------------------------------------
+
+    def claim(self, account: str | None) -> Plan[Answer | None]:
+        """Claim the key for the account. None: do the work. An answer: send it, the work is not to be done.
+
+        Raises `Misuse` alone; every other refusal is an answer.
+        """
+        if self.state is not State.NEW:
+            raise Misuse("this request was claimed already: one keyed handler serves one request")
+        try:
+            asked = self._ask(account)
+            self.executor = self.settings.source.open()
+            if self.current.earlier:
+                self.executor.settle_first(self.current.earlier)
+            if asked is None:
+                yield from self._open_unprotected()
+                return None
+            self._asked, self._store = asked, self.settings.store()
+            outcome = yield from transaction.open_claim(self._store, asked)
+        except Misuse:
+            raise
+        except TaptwiceError as error:
+            return self.refusal(error)
+        if isinstance(outcome, Replayed):
+            self.state = State.OVER
+            self._note(Outcome.REPLAYED, status=outcome.record.answer.status)
+            return self._replay(outcome.record.answer)
+        self._claimed = outcome
+        self._note(Outcome.NEW)
+        self._opened(State.CLAIMED)
+        return None
+
+    def _ask(self, account: str | None) -> Asked | None:
+        if account is not None and (not isinstance(account, str) or "\0" in account):
+            raise Misuse(f"account must give text without NUL, or None for nobody; got {type(account).__name__}")
+        self._account = account or None
+        policy, key = self.policy, self._key
+        if self._key_error is not None:
+            raise self._key_error
+        if key is None:
+            if policy.required:
+                raise KeyMissing(_missing(policy))
+            return None
+        if not account:
+            if policy.anonymous == "reject":
+                raise AccountMissing
+            if not is_random_uuid(key):
+                raise KeyInvalid("Without a login the key must be a random UUID (version 4 or 7).")
+        if policy.uuid7_guard:
+            age = key_age(key, self._wall_clock())
+            if age is not None and age > policy.window_s:
+                raise KeyExpired
+        space = account or ""
+        if policy.scope == "route":
+            # A route holds no line break, so that the last one tells the two apart.
+            space = f"{space}\n{self.request.route}"
+        return Asked(
+            Keyed(space, key),
+            fingerprint.of_request(
+                self.request.method,
+                self.request.path,
+                self.request.query,
+                self.request.headers,
+                self.request.body,
+                policy.fingerprint,
+            ),
+            policy.window_s,
+            policy.wait_s,
+            policy.savepoint,
+        )
+
+    def _wall_clock(self) -> float:
+        given = None if self.settings.clock is None else self.settings.clock()
+        return system.wall_clock() if given is None else given
+
+    def _read_key(self) -> str | None:
+        pointer = self.policy.key_pointer
+        if pointer is None:
+            return parse_key(self.request.headers, self.policy.key)
+        try:
+            found = json.loads(self.request.body)
+            for step in pointer.split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                found = found[int(step)] if isinstance(found, list) else found[step]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            return None
+        return check_key(found, self.policy.key)
+
+    def _open_unprotected(self) -> Plan[None]:
+        """No key, and none required: the work still gets its transaction, and commits with its answer."""
+        try:
+            yield from ask(Begin(TURN))
+            if self.policy.savepoint:
+                yield from ask(Savepoint())
+        except BaseException:
+            yield from transaction.abandon()
+            raise
+        self._opened(State.UNPROTECTED)
+
+    def _opened(self, state: State) -> None:
+        self.state = state
+        # Published only once it is open: whoever sees it may use it.
+        self.current.executor = self.executor
+
+    # --- conclude ------------------------------------------------------------------------------
+
+    def conclude(self, answer: Answer) -> Plan[Answer | None]:
+        """Save what is to be saved, end the transaction, give the connection back.
+
+        `answer` is what the handler's side wants to send; a body of None is one that cannot be kept.
+        None: send it. An answer: send that one instead.
+
+        A refusal of ours is such an answer. Raises what the database said to the user's own work at the
+        commit; nothing is saved then.
+        """
+        claimed, asked, store = self._claimed, self._asked, self._store
+        keeps = self.policy.keeps(answer.status) and not self.not_saved
+        state, self.state = self.state, State.OVER
+        self.current.executor = None
+        try:
+            if not keeps or (state is State.UNPROTECTED and self.raised):
+                yield from transaction.abandon()
+                if state is State.CLAIMED:
+                    self._note(Outcome.RELEASED, status=answer.status)
+                return None
+            if state is State.UNPROTECTED:
+                yield from self._commit_unprotected()
+                return None
+            assert claimed is not None and asked is not None and store is not None, "CLAIMED has all three"
+            saved = Answer(answer.status, self.policy.kept_headers(answer.headers), self._kept_body(answer.body))
+            concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
+        except Misuse:
+            self._note(Outcome.RELEASED)
+            raise
+        except TaptwiceError as error:
+            return self.refusal(error)
+        except BaseException:
+            self._note(Outcome.RELEASED)
+            raise
+        if concluded.torn:
+            self._note(Outcome.TORN, status=answer.status, detail="the handler ended the claim's transaction")
+            if self.settings.strict:
+                raise Torn
+        if concluded.replayed:
+            self._note(Outcome.REPLAYED, status=concluded.answer.status)
+            return self._replay(concluded.answer)
+        self._note(Outcome.FINISHED, status=answer.status)
+        return None
+
+    def _commit_unprotected(self) -> Plan[None]:
+        try:
+            if self.policy.savepoint:
+                yield from ask(Release())
+            yield from ask(Commit())
+        finally:
+            yield from transaction.abandon()
+
+    def _kept_body(self, body: bytes | None) -> bytes | None:
+        return None if body is None or len(body) > self.policy.save_max_body else body
+
+    def abandon(self) -> Plan[None]:
+        """Undo everything and give the connection back; the key is free. May be called in any state."""
+        if self.state is State.CLAIMED:
+            self._note(Outcome.RELEASED)
+        self.state = State.OVER
+        self.current.executor = None
+        if self.executor is not None:
+            yield from transaction.abandon()
+
+    # --- answers -------------------------------------------------------------------------------
+
+    def refusal(self, error: TaptwiceError) -> Answer:
+        """The problem document for an error of ours, noted as the outcome of this request."""
+        self.state = State.OVER
+        if (outcome := next((name for kind, name in _OUTCOMES if isinstance(error, kind)), None)) is not None:
+            self._note(outcome, detail=error.detail)
+        status, headers, body = problem(
+            error, base=self.settings.problems, status=self.policy.status.get(error.problem)
+        )
+        if error.retry:
+            headers = (*headers, ("Retry-After", retry_after(self.policy.retry_after)))
+        return Answer(status, (*headers, ("Cache-Control", "no-store")), body)
+
+    def unhandled(self) -> Answer:
+        """The edge's own 500, for the profile that saves it."""
+        status, headers, body = problem(TaptwiceError(), base=self.settings.problems)
+        return Answer(status, headers, body)
+
+    def _replay(self, saved: Answer) -> Answer:
+        headers = saved.headers
+        if saved.body is None:
+            # A body of another length than its media type promises would only be parsed, and fail.
+            headers = (*((n, v) for n, v in headers if n.lower() != "content-type"), OMITTED)
+        if saved.header("Cache-Control") is None:
+            headers = (*headers, ("Cache-Control", "no-store"))
+        headers = (*headers, (self.policy.replay_header, "true"))
+        if self.request.has("Origin"):
+            headers = (*headers, ("Access-Control-Expose-Headers", f"{self.policy.replay_header}, Retry-After"))
+        return Answer(saved.status, headers, saved.body or b"")
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _note(self, outcome: Outcome, **more: Any) -> None:
+        shown = self.settings.shown
+        account = None if self._account is None else shown(self._account)
+        key = None if self._key is None else shown(self._key)
+        self._events.append(Event(outcome, account, key, f"{self.request.method} {self.request.route}", **more))
+
+    def emit(self) -> None:
+        """Tell what happened. Called when no transaction of this exchange is open any more."""
+        for stray in self.current.strays:
+            self._note(Outcome.STRAY, detail=stray)
+        self.current.strays.clear()
+        events, self._events = self._events, []
+        emit(events, self.settings.listeners)
+
+
+_OUTCOMES: tuple[tuple[type[TaptwiceError], Outcome], ...] = (
+    (KeyMissing, Outcome.MISSING),
+    (AccountMissing, Outcome.MISSING),
+    (KeyInvalid, Outcome.INVALID),
+    (KeyExpired, Outcome.INVALID),
+    (KeyReused, Outcome.MISMATCH),
+    (InFlight, Outcome.IN_FLIGHT),
+    (StoreUnavailable, Outcome.STORE_UNAVAILABLE),
+)
+
+
+def _missing(policy: Policy) -> str:
+    if policy.key_pointer is not None:
+        return f"An idempotency key is required at {policy.key_pointer} of the JSON body."
+    return f"An {policy.key.names[0]} header is required."
+

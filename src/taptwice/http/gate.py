@@ -1,0 +1,118 @@
+"""Duplicates in this process queue here, before a body, a thread or a connection is taken.
+
+A gate only delays: it decides nothing about a request, so that it needs to trust nothing about it. A key
+that is too coarse costs time, never safety; across processes the claim itself is what counts. Waiters
+are bounded in number and time; beyond that a request is told that its first attempt is in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
+
+from taptwice.errors import InFlight
+from taptwice.http.exchange import RawHeaders
+
+PER_KEY, PER_PROCESS = 128, 1024
+"""How many requests wait on an event loop, where waiting costs a few kilobytes each."""
+
+
+def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> Hashable:
+    """What makes two requests likely duplicates: method, path, raw key lines, and who sends them."""
+    keys = {name.lower().encode("latin-1") for name in names}
+    digest = sha256()
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered in keys or lowered in (b"authorization", b"cookie"):
+            digest.update(b"%d:%b%d:%b" % (len(lowered), lowered, len(value), value))
+    return method, path, digest.digest()
+
+
+class AsyncGate:
+    """For one event loop. Whoever has the turn passes it to whoever has waited longest."""
+
+    def __init__(self, per_key: int = PER_KEY, per_process: int = PER_PROCESS) -> None:
+        self._per_key = per_key
+        self._per_process = per_process
+        self._queues: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def turn(self, key: Hashable, wait: float) -> AsyncIterator[None]:
+        """Hold the key's turn for the length of the block. Raises `InFlight` when it cannot be had in `wait` s."""
+        queue = self._queues.get(key)
+        if queue is None:
+            self._queues[key] = deque()
+        else:
+            await self._wait(key, queue, wait)
+        try:
+            yield
+        finally:
+            self._pass_on(key)
+
+    async def _wait(self, key: Hashable, queue: deque[asyncio.Future[None]], wait: float) -> None:
+        if wait <= 0 or len(queue) >= self._per_key or self._waiting >= self._per_process:
+            raise InFlight
+        mine = asyncio.get_running_loop().create_future()
+        queue.append(mine)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(wait):
+                await mine
+        except BaseException as error:
+            if mine.done() and not mine.cancelled():
+                # The turn came at the same moment: it must not be lost with us.
+                self._pass_on(key)
+            elif mine in queue:
+                queue.remove(mine)
+            if isinstance(error, TimeoutError):
+                raise InFlight from None
+            raise
+        finally:
+            self._waiting -= 1
+
+    def _pass_on(self, key: Hashable) -> None:
+        queue = self._queues[key]
+        while queue:
+            waiter = queue.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        del self._queues[key]
+
+
+class ThreadGate:
+    """For threads, of which a server has few: at most half of them wait."""
+
+    def __init__(self, threads: int) -> None:
+        self._most_waiting = threads // 2
+        self._changed = threading.Condition()
+        self._taken: set[Hashable] = set()
+        self._waiting = 0
+
+    @contextmanager
+    def turn(self, key: Hashable, wait: float) -> Iterator[None]:
+        """As `AsyncGate.turn`."""
+        with self._changed:
+            if key in self._taken:
+                if wait <= 0 or self._waiting >= self._most_waiting:
+                    raise InFlight
+                self._waiting += 1
+                try:
+                    deadline = time.monotonic() + wait
+                    if not self._changed.wait_for(lambda: key not in self._taken, deadline - time.monotonic()):
+                        raise InFlight
+                finally:
+                    self._waiting -= 1
+            self._taken.add(key)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken.discard(key)
+                self._changed.notify_all()

@@ -1,0 +1,102 @@
+"""SQLAlchemy sessions that work in the claim's transaction.
+
+    Session = joined(async_sessionmaker(engine))
+
+Inside a keyed handler such a session works on the connection of the claim: its commit releases a savepoint,
+its rollback goes back to one, and the real commit comes with the answer. Everywhere else it is the session
+it was. What a session did before the claim (a login that reads) is committed when the claim begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from taptwice.errors import Misuse
+from taptwice.flows.current import current
+
+Maker = TypeVar("Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
+
+_classes: dict[type[Session], type[Session]] = {}
+_watched: WeakSet[Engine] = WeakSet()
+
+
+def _open_executor(engine: object) -> Any:
+    """The blocking executor of the open claim in this context, if it works on this engine."""
+    under_way = current.get()
+    executor = None if under_way is None else under_way.executor
+    executor = getattr(executor, "blocking", executor)
+    if executor is None or getattr(executor, "connection", None) is None:
+        return None
+    return executor if executor.connection.engine is engine else None
+
+
+def joining(base: type[Session]) -> type[Session]:
+    """The class of sessions that join; one for each base."""
+    if base not in _classes:
+
+        class Joined(base):  # type: ignore[valid-type, misc]  # a class made from the user's own
+            def get_bind(self, *arguments: Any, **options: Any) -> Engine | Connection:
+                own: Engine | Connection = super().get_bind(*arguments, **options)
+                executor = _open_executor(own)
+                if executor is not None:
+                    executor.adopt(self)
+                    connection: Connection = executor.connection
+                    return connection
+                under_way = current.get()
+                if under_way is not None and self not in under_way.earlier:
+                    under_way.earlier.append(self)
+                return own
+
+            def close(self) -> None:
+                under_way = current.get()
+                if under_way is not None and under_way.returned and _open_executor(self.bind) is not None:
+                    # Closed between the handler's return and the answer: what it did is to be kept.
+                    self.commit()
+                super().close()
+
+        _classes[base] = Joined
+    return _classes[base]
+
+
+def joined(maker: Maker) -> Maker:
+    """The same maker, of sessions that join the claim's transaction."""
+    if maker.kw.get("binds"):
+        raise Misuse("this session maker has binds=: its classes may go to a database outside the claim's transaction")
+    settings = {**maker.kw, "join_transaction_mode": "create_savepoint"}
+    if isinstance(maker, async_sessionmaker):
+        base = settings.pop("sync_session_class", None) or maker.class_.sync_session_class
+        return type(maker)(class_=maker.class_, sync_session_class=joining(base), **settings)
+    return type(maker)(class_=joining(maker.class_), **settings)
+
+
+def watch(engine: Engine | AsyncEngine) -> None:
+    """Notice transactions that begin on this engine inside a keyed handler, but outside its claim."""
+    engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+    if engine in _watched:
+        return
+    _watched.add(engine)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        executor = _open_executor(engine)
+        under_way = current.get()
+        if executor is None or under_way is None or executor.connection is connection:
+            return
+        under_way.strays.append("a session outside the claim's transaction was used in the handler")
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Work in this block is meant to stay outside the claim: audit rows that survive an undone request."""
+    token = current.set(None)
+    try:
+        yield
+    finally:
+        current.reset(token)
