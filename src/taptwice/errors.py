@@ -15,6 +15,7 @@
     ├── Contention            503 contention        rolled back, nothing done: run the transaction again
     │   └── Busy              503 contention        another transaction is writing to a database with one writer
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
+    ├── Inseparable           the work can be undone only with its claim (never reaches an application)
     └── Misuse                500 misuse            the program is wrong: the message names the remedy
         ├── Unfinished        the block was left without an answer
         └── Torn              somebody ended the transaction under the claim
@@ -34,6 +35,7 @@ __all__ = [
     "ConstraintViolated",
     "Contention",
     "InFlight",
+    "Inseparable",
     "KeyExpired",
     "KeyInvalid",
     "KeyMissing",
@@ -149,6 +151,10 @@ class Busy(Contention):
 
 class ConstraintViolated(TaptwiceError):
     """A statement of taptwice broke a constraint of its own table."""
+
+
+class Inseparable(TaptwiceError):
+    """The handler released its savepoint: its work can be undone only together with the claim."""
 
 
 class Misuse(TaptwiceError):

@@ -85,7 +85,10 @@ class Flush(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Undo(Command[None]):
-    """Undo the work since the savepoint; the transaction goes on."""
+    """Undo the work since the savepoint; the transaction goes on.
+
+    Raises `Inseparable` where the handler gave the savepoint up.
+    """
 
 
 @dataclass(frozen=True, slots=True)

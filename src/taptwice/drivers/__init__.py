@@ -14,11 +14,12 @@ Errors of *our* statements are raised as ours (`StoreUnavailable`, `Contention`,
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from taptwice.core.plan import Command
-from taptwice.errors import Misuse
+from taptwice.errors import Misuse, StoreUnavailable
 from taptwice.sql import Dialect
 
 Reply = TypeVar("Reply")
@@ -61,7 +62,7 @@ class Source(Protocol):
     def open(self) -> Any: ...
 
 
-# The first part of a type's module -> our module for it.
+# The module of a library's type -> our module for it.
 _MODULES = {
     "sqlite3": "sqlite",
     "aiosqlite": "aiosqlite",
@@ -69,12 +70,14 @@ _MODULES = {
     "psycopg_pool": "psycopg",
     "asyncpg": "asyncpg",
     "sqlalchemy": "sqlalchemy",
+    "sqlalchemy.ext.asyncio": "sqlalchemy_async",
 }
 
 
 def _module(thing: Any) -> Any | None:
     for kind in type(thing).__mro__:
-        name = _MODULES.get(kind.__module__.partition(".")[0])
+        parts = kind.__module__.split(".")
+        name = _MODULES.get(".".join(parts[:3])) or _MODULES.get(parts[0])
         if name:
             return importlib.import_module(f"taptwice.drivers.{name}")
     return None
@@ -88,23 +91,53 @@ def join(connection: Any) -> Any:
     executor = None if module is None else module.join(connection)
     if executor is None:
         raise Misuse(
-            f"cannot claim on {type(connection).__module__}.{type(connection).__qualname__}: give a connection of "
-            "sqlite3, aiosqlite, psycopg or asyncpg, or a Connection or Session of SQLAlchemy"
+            f"cannot claim on {_kind(connection)}: give a connection of sqlite3, aiosqlite, psycopg or "
+            "asyncpg, or a Connection or Session of SQLAlchemy"
         )
     return executor
 
 
 def source(origin: Any) -> Source:
-    """The source for a pool, engine, session maker, or a function that opens a connection."""
+    """The source for a pool, engine or session maker, or for a function.
+
+    A function is called once, here, to see what it is: it returns one of those, or opens a connection.
+    """
     module = _module(origin)
     if module is None and isinstance(origin, Source):
         return origin
     found: Source | None = None if module is None else module.source(origin)
+    if found is None and callable(origin):
+        found = _source_of_function(origin)
     if found is not None:
         return found
-    if callable(origin):
-        return _Lazy(origin)
     raise Misuse(
-        f"cannot take connections from {type(origin).__module__}.{type(origin).__qualname__}: give an engine or "
-        "session maker of SQLAlchemy, a pool of psycopg or asyncpg, or a function that opens a connection"
+        f"cannot take connections from {_kind(origin)}: give an engine or session maker of SQLAlchemy, a "
+        "pool of psycopg or asyncpg, or a function that opens a connection"
     )
+
+
+def _source_of_function(function: Callable[[], Any]) -> Source:
+    try:
+        made = function()
+    except Exception as error:
+        # PEP 249 gives the name; which library it is is not known yet.
+        if type(error).__name__ == "OperationalError" or isinstance(error, OSError):
+            raise StoreUnavailable(f"no connection to the database: {error}") from error
+        raise
+    if inspect.iscoroutine(made):
+        made.close()
+        raise Misuse(
+            "an `async def` does not show what it opens: give a pool, or "
+            "taptwice.drivers.asyncpg.connecting(function), or that of psycopg or aiosqlite"
+        )
+    module = _module(made)
+    if module is None or module.join(made) is None:
+        return source(made)
+    if not inspect.isawaitable(made):  # a connection of aiosqlite is not open before it is awaited
+        made.close()
+    found: Source = module.connecting(function)
+    return found
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

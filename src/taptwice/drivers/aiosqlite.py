@@ -1,11 +1,13 @@
 """aiosqlite: sqlite3 in a thread for each connection.
 
-A whole `Together` is handed to that thread at once, and carried out there by the executor of sqlite3.
+Each command, and each `Together` as a whole, is handed to that thread and carried out there by the
+executor of sqlite3. The thread keeps the order: what comes after a cancelled command runs after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import aiosqlite
@@ -13,7 +15,7 @@ import aiosqlite
 from taptwice import sql
 from taptwice.core import plan
 from taptwice.core.plan import Command
-from taptwice.drivers.base import Awaiting, logger
+from taptwice.drivers.base import GIVEN_BACK, USED_OUTSIDE, Awaiting, logger
 from taptwice.drivers.sqlite import SqliteExecutor
 from taptwice.errors import Misuse, StoreUnavailable
 
@@ -28,47 +30,55 @@ class AiosqliteExecutor(Awaiting):
     def __init__(
         self,
         connection: aiosqlite.Connection | None = None,
-        connect: Callable[[], aiosqlite.Connection] | None = None,
+        connect: Callable[[], Awaitable[aiosqlite.Connection]] | None = None,
     ) -> None:
         self._connection = connection
         self._connect = connect
-        self._inner = None if connection is None else SqliteExecutor(connection._conn)
+        self._inner: SqliteExecutor | None = None
 
     @property
     def handle(self) -> aiosqlite.Connection:
         if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
+            raise Misuse(USED_OUTSIDE)
         return self._connection
 
     async def execute(self, command: Command[Reply], /) -> Reply:
-        if isinstance(command, plan.Now | plan.Sleep | plan.Close):
+        if type(command) in (plan.Now, plan.Sleep, plan.Close, plan.Rollback):
             return await super().execute(command)
         if self._connection is None:
-            if isinstance(command, plan.Rollback):
-                return None  # type: ignore[return-value]  # nothing is open: nothing to roll back
             await self._open()
-        inner = self._inner
-        assert inner is not None
-        # The thread of an aiosqlite connection takes any function; its public methods are made of this one.
-        reply: Reply = await self.handle._execute(inner.execute, command)
+        reply: Reply = await self._in_thread(command)
         return reply
+
+    async def _in_thread(self, command: Command[Any]) -> Any:
+        connection: Any = self.handle
+        if self._inner is None:
+            raw = connection._conn
+            # As one that it opened itself, it also takes Python's implicit transactions from it.
+            self._inner = (
+                SqliteExecutor(raw) if self._connect is None else SqliteExecutor(connect=lambda: raw)
+            )
+        # The thread takes any function; the public methods of a connection are made of this one.
+        return await connection._execute(self._inner.execute, command)
 
     async def _open(self) -> None:
         if self._connect is None:
-            raise Misuse("the connection of this claim was given back")
+            raise Misuse(GIVEN_BACK)
         try:
             self._connection = await self._connect()
         except Exception as error:
             raise StoreUnavailable(f"SQLite: {error}") from error
-        self._inner = SqliteExecutor(self._connection._conn)
-        # Python's own implicit BEGIN would come before ours, and be a deferred one.
-        self._connection.isolation_level = None
+
+    async def rollback(self, command: plan.Rollback) -> None:
+        if self._inner is not None:
+            await self._in_thread(command)
 
     async def close(self, command: plan.Close) -> None:
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._inner = self._connection, None, None
+        if connection is None or self._connect is None:
+            return
         try:
-            if connection is not None and self._connect is not None:
-                await connection.close()
+            await asyncio.shield(connection.close())
         except Exception:
             logger.warning("a connection to SQLite could not be closed", exc_info=True)
 
@@ -79,7 +89,7 @@ class AiosqliteSource:
     dialect: sql.Dialect = "sqlite"
     blocking = False
 
-    def __init__(self, connect: Callable[[], aiosqlite.Connection]) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[aiosqlite.Connection]]) -> None:
         self._connect = connect
 
     def open(self) -> AiosqliteExecutor:
@@ -87,13 +97,14 @@ class AiosqliteSource:
 
 
 def join(connection: Any) -> AiosqliteExecutor | None:
+    """The executor for a connection of the caller."""
     return AiosqliteExecutor(connection) if isinstance(connection, aiosqlite.Connection) else None
 
 
 def source(origin: Any) -> None:
     """A connection serves one transaction at a time: it is no source."""
-    return None
 
 
-def connecting(connect: Callable[[], aiosqlite.Connection]) -> AiosqliteSource:
+def connecting(connect: Callable[[], Awaitable[aiosqlite.Connection]]) -> AiosqliteSource:
+    """A source that opens a connection for each transaction."""
     return AiosqliteSource(connect)

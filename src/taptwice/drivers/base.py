@@ -13,6 +13,12 @@ Reply = TypeVar("Reply")
 
 logger = logging.getLogger("taptwice.drivers")
 
+SAVEPOINT = "taptwice"
+"""The name of the savepoint of a claim, on every database."""
+
+USED_OUTSIDE = "the claim's connection is used outside its transaction"
+GIVEN_BACK = "the connection of this claim was given back"
+
 METHODS: dict[type, str] = {
     plan.Query: "query",
     plan.Script: "script",
@@ -52,7 +58,12 @@ class Blocking:
 
 
 class Awaiting:
-    """Executor that awaits. A subclass has a coroutine method for each command of `METHODS`."""
+    """Executor that awaits. A subclass has a coroutine method for each command of `METHODS`.
+
+    Whoever cancels a command gets his CancelledError, and the executor stays usable: what was under way
+    is undone by `Rollback`, and a connection in an unknown state is closed there. `Close` goes on to its
+    end even if it is cancelled itself.
+    """
 
     async def execute(self, command: Command[Reply], /) -> Reply:
         reply: Reply = await getattr(self, METHODS[type(command)])(command)

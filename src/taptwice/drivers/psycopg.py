@@ -6,56 +6,79 @@ blocking half. On the awaiting half a pipeline costs more than the round trips i
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
 
 from taptwice import sql
 from taptwice.core import plan
 from taptwice.core.plan import Rows
-from taptwice.drivers.base import Awaiting, Blocking, logger
-from taptwice.drivers.sqlstate import ours
+from taptwice.drivers import sqlstate
+from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Awaiting, Blocking, logger
 from taptwice.errors import CommitUnknown, Misuse, StoreUnavailable, TaptwiceError, Torn
 
 STATEMENTS = sql.compile_all("postgresql", lambda name, position: f"%({name})s")
 
-SAVEPOINT = "taptwice"
-
 Connection: TypeAlias = psycopg.Connection[Any]
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
-
-NOT_TAKEN = (PoolTimeout, PoolClosed, TooManyRequests, psycopg.OperationalError)
-"""What a pool or a connect function raises when it has no connection to give."""
 
 
 def translated(error: psycopg.Error) -> TaptwiceError | None:
     """Our error for an error of psycopg at a statement of ours."""
     if isinstance(error, psycopg.ProgrammingError | psycopg.InterfaceError) and error.sqlstate is None:
         return Misuse(f"psycopg refused: {error}")
-    return ours(error.sqlstate, str(error))
+    return sqlstate.ours(error.sqlstate, str(error))
 
 
-def broken(connection: psycopg.BaseConnection[Any]) -> bool:
-    return bool(connection.closed)
+@contextmanager
+def taking() -> Iterator[None]:
+    """Around the call that takes a connection; the errors of psycopg_pool are operational ones too."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"no connection to PostgreSQL: {error}") from error
 
 
-def commit_error(connection: psycopg.BaseConnection[Any], error: psycopg.Error) -> TaptwiceError | None:
-    """Our error for a failed COMMIT; None when it is the user's work that the database refused."""
-    if broken(connection):
-        return CommitUnknown()
-    if error.sqlstate in ("40001", "40P01"):
-        return ours(error.sqlstate, str(error))
-    return None
+@contextmanager
+def asking() -> Iterator[None]:
+    """Around statements of ours."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if (known := translated(error)) is not None:
+            raise known from error
+        raise
+
+
+@contextmanager
+def committing(connection: psycopg.BaseConnection[Any]) -> Iterator[None]:
+    """Around COMMIT and what travels in front of it."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if connection.closed:
+            raise CommitUnknown from error
+        # A transaction that is still there was not refused at COMMIT: a statement of ours in front failed.
+        came_to_commit = connection.info.transaction_status == TransactionStatus.IDLE
+        known = sqlstate.at_commit(error.sqlstate, str(error)) if came_to_commit else translated(error)
+        if known is not None:
+            raise known from error
+        raise
 
 
 def check_joinable(connection: psycopg.BaseConnection[Any]) -> None:
-    idle = connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
-    if idle and connection.autocommit:
-        raise Misuse("a claim joins a transaction, and none is open: use it inside `with connection.transaction():`")
+    """Outside autocommit psycopg begins a transaction with the first statement."""
+    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
+        raise Misuse(
+            "a claim joins a transaction, and none is open: use it inside `with connection.transaction():`"
+        )
 
 
 class PsycopgExecutor(Blocking):
@@ -72,41 +95,40 @@ class PsycopgExecutor(Blocking):
         self._connection = connection
         self._take = take
         self._give_back = give_back
+        self._autocommit = False
         self._transaction: psycopg.Transaction | None = None
 
     @property
     def handle(self) -> Connection:
         if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
+            raise Misuse(USED_OUTSIDE)
         return self._connection
 
     def together(self, command: plan.Together) -> tuple[Any, ...]:
+        if not psycopg.Pipeline.is_supported():  # a libpq older than 14
+            return super().together(command)
+        if any(isinstance(each, plan.Begin) for each in command.commands):
+            self._borrow()
         commits = any(isinstance(each, plan.Commit) for each in command.commands)
-        self._borrow()
         connection = self.handle
-        try:
-            with connection.pipeline():
-                sent = [
-                    self._send(each) if isinstance(each, plan.Query) else self.execute(each)
-                    for each in command.commands
-                ]
-        except psycopg.Error as error:
-            if commits and broken(connection):
-                raise CommitUnknown from error
-            # Only a COMMIT can fail for a reason of the user's: a deferred constraint of his tables.
-            if (known := translated(error)) is not None and not (commits and error.sqlstate not in (None, "23505") and error.sqlstate[:2] == "23"):
-                raise known from error
-            raise
+        with committing(connection) if commits else asking(), connection.pipeline():
+            sent = [
+                self._send(each) if isinstance(each, plan.Query) else self.execute(each)
+                for each in command.commands
+            ]
         return tuple(_rows(each) if isinstance(each, psycopg.Cursor) else each for each in sent)
 
     def _borrow(self) -> None:
-        if self._connection is None:
-            if self._take is None:
-                raise Misuse("the connection of this claim was given back")
-            try:
-                self._connection = self._take()
-            except NOT_TAKEN as error:
-                raise StoreUnavailable(f"no connection to PostgreSQL: {error}") from error
+        if self._connection is not None:
+            return
+        if self._take is None:
+            raise Misuse(GIVEN_BACK)
+        with taking():
+            self._connection = self._take()
+        # Our BEGIN is explicit. Without this psycopg would send a second one, and wait for it, as long as
+        # the first is still under way in the pipeline.
+        self._autocommit = self._connection.autocommit
+        self._connection.autocommit = True
 
     def _send(self, command: plan.Query) -> psycopg.Cursor[Any]:
         statement = STATEMENTS[command.statement]
@@ -115,31 +137,22 @@ class PsycopgExecutor(Blocking):
         return cursor
 
     def _run(self, text: str) -> None:
-        try:
+        with asking():
             self.handle.execute(text)
-        except psycopg.Error as error:
-            if (known := translated(error)) is not None:
-                raise known from error
-            raise
 
     def query(self, command: plan.Query) -> Rows:
-        try:
+        with asking():
             return _rows(self._send(command))
-        except psycopg.Error as error:
-            if (known := translated(error)) is not None:
-                raise known from error
-            raise
 
     def script(self, command: plan.Script) -> None:
         self._run(command.text)
 
     def begin(self, command: plan.Begin) -> None:
         self._borrow()
-        transaction = self.handle.transaction()
-        try:
+        # Not connection.transaction(): inside a pipeline that keeps a pipeline open until its own end.
+        transaction = psycopg.Transaction(self.handle)
+        with asking():
             transaction.__enter__()
-        except psycopg.Error as error:
-            raise StoreUnavailable(f"PostgreSQL: {error}") from error
         self._transaction = transaction
 
     def join(self, command: plan.Join) -> None:
@@ -160,35 +173,29 @@ class PsycopgExecutor(Blocking):
         transaction, self._transaction = self._transaction, None
         if transaction is None:
             raise Torn
-        connection = self.handle
-        try:
+        with committing(self.handle):
             transaction.__exit__(None, None, None)
-        except psycopg.Error as error:
-            if (known := commit_error(connection, error)) is not None:
-                raise known from error
-            raise
 
     def rollback(self, command: plan.Rollback) -> None:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
+        if connection is None or transaction is None or connection.closed:
+            return
         try:
-            if connection is None or broken(connection):
-                return
-            if transaction is not None:
-                undoing = psycopg.Rollback()
-                transaction.__exit__(type(undoing), undoing, None)
-            elif self._take is not None:
-                connection.rollback()
+            undoing = psycopg.Rollback()
+            transaction.__exit__(type(undoing), undoing, None)
         except Exception:
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
-            if connection is not None:
-                connection.close()
+            connection.close()
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
+        if connection is None or self._give_back is None:
+            return
         try:
-            if connection is not None and self._give_back is not None:
-                self._give_back(connection)
+            if not connection.closed:
+                connection.autocommit = self._autocommit
+            self._give_back(connection)
         except Exception:
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)
 
@@ -212,23 +219,19 @@ class AsyncPsycopgExecutor(Awaiting):
     @property
     def handle(self) -> AsyncConnection:
         if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
+            raise Misuse(USED_OUTSIDE)
         return self._connection
 
-    async def _run(self, text: str, parameters: dict[str, Any] | None = None) -> psycopg.AsyncCursor[Any]:
-        cursor = self.handle.cursor(row_factory=tuple_row)
-        try:
-            await cursor.execute(text, parameters)
-        except psycopg.Error as error:
-            if (known := translated(error)) is not None:
-                raise known from error
-            raise
-        return cursor
+    async def _run(self, text: str) -> None:
+        with asking():
+            await self.handle.execute(text)
 
     async def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
-        cursor = await self._run(statement.text, statement.named(command))
-        return tuple(await cursor.fetchall()) if cursor.description else ()
+        cursor = self.handle.cursor(row_factory=tuple_row)
+        with asking():
+            await cursor.execute(statement.text, statement.named(command))
+            return tuple(await cursor.fetchall()) if cursor.description else ()
 
     async def script(self, command: plan.Script) -> None:
         await self._run(command.text)
@@ -236,16 +239,12 @@ class AsyncPsycopgExecutor(Awaiting):
     async def begin(self, command: plan.Begin) -> None:
         if self._connection is None:
             if self._take is None:
-                raise Misuse("the connection of this claim was given back")
-            try:
+                raise Misuse(GIVEN_BACK)
+            with taking():
                 self._connection = await self._take()
-            except NOT_TAKEN as error:
-                raise StoreUnavailable(f"no connection to PostgreSQL: {error}") from error
-        transaction = self._connection.transaction()
-        try:
+        transaction = psycopg.AsyncTransaction(self.handle)
+        with asking():
             await transaction.__aenter__()
-        except psycopg.Error as error:
-            raise StoreUnavailable(f"PostgreSQL: {error}") from error
         self._transaction = transaction
 
     async def join(self, command: plan.Join) -> None:
@@ -266,35 +265,29 @@ class AsyncPsycopgExecutor(Awaiting):
         transaction, self._transaction = self._transaction, None
         if transaction is None:
             raise Torn
-        connection = self.handle
-        try:
+        with committing(self.handle):
             await transaction.__aexit__(None, None, None)
-        except psycopg.Error as error:
-            if (known := commit_error(connection, error)) is not None:
-                raise known from error
-            raise
 
     async def rollback(self, command: plan.Rollback) -> None:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
+        if connection is None or transaction is None or connection.closed:
+            return
         try:
-            if connection is None or broken(connection):
-                return
-            if transaction is not None:
-                undoing = psycopg.Rollback()
-                await transaction.__aexit__(type(undoing), undoing, None)
-            elif self._take is not None:
-                await connection.rollback()
-        except Exception:
+            undoing = psycopg.Rollback()
+            await transaction.__aexit__(type(undoing), undoing, None)
+        except BaseException as error:
+            await connection.close()
+            if not isinstance(error, Exception):
+                raise
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
-            if connection is not None:
-                await connection.close()
 
     async def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
+        if connection is None or self._give_back is None:
+            return
         try:
-            if connection is not None and self._give_back is not None:
-                await self._give_back(connection)
+            await asyncio.shield(self._give_back(connection))
         except Exception:
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)
 
@@ -324,7 +317,9 @@ class AsyncPsycopgSource:
     blocking = False
 
     def __init__(
-        self, take: Callable[[], Awaitable[AsyncConnection]], give_back: Callable[[AsyncConnection], Awaitable[None]]
+        self,
+        take: Callable[[], Awaitable[AsyncConnection]],
+        give_back: Callable[[AsyncConnection], Awaitable[None]],
     ) -> None:
         self._take = take
         self._give_back = give_back
@@ -334,6 +329,7 @@ class AsyncPsycopgSource:
 
 
 def join(connection: Any) -> PsycopgExecutor | AsyncPsycopgExecutor | None:
+    """The executor for a connection of the caller."""
     if isinstance(connection, psycopg.Connection):
         return PsycopgExecutor(connection)
     if isinstance(connection, psycopg.AsyncConnection):
@@ -342,15 +338,17 @@ def join(connection: Any) -> PsycopgExecutor | AsyncPsycopgExecutor | None:
 
 
 def source(origin: Any) -> PsycopgSource | AsyncPsycopgSource | None:
-    if isinstance(origin, ConnectionPool):
+    """The source for a pool."""
+    pools = sys.modules.get("psycopg_pool")  # a distribution of its own; whoever has a pool has imported it
+    if pools is not None and isinstance(origin, pools.ConnectionPool):
         return PsycopgSource(origin.getconn, origin.putconn)
-    if isinstance(origin, AsyncConnectionPool):
+    if pools is not None and isinstance(origin, pools.AsyncConnectionPool):
         return AsyncPsycopgSource(origin.getconn, origin.putconn)
     return None
 
 
 def connecting(connect: Callable[[], Any]) -> PsycopgSource | AsyncPsycopgSource:
-    """A source that opens a connection for each transaction."""
+    """A source that opens a connection for each transaction; an ``async def`` opens awaiting ones."""
     if inspect.iscoroutinefunction(connect):
         return AsyncPsycopgSource(connect, lambda connection: connection.close())
     return PsycopgSource(connect, lambda connection: connection.close())

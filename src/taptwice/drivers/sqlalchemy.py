@@ -1,29 +1,34 @@
-"""SQLAlchemy 2: engines, connections, session makers and sessions, blocking and awaiting.
-
-The awaiting half runs the blocking executor in SQLAlchemy's own greenlet, which is what its own
-awaiting classes do with each of their calls.
-"""
+"""SQLAlchemy 2, blocking: engines, connections, session makers and sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Engine, Float, Integer, LargeBinary, String, TextClause, bindparam, text
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    LargeBinary,
+    String,
+    TextClause,
+    bindparam,
+    event,
+    text,
+)
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
-from sqlalchemy.util.concurrency import greenlet_spawn
 
 from taptwice import sql
 from taptwice.core import plan
-from taptwice.core.plan import Command, Rows
+from taptwice.core.plan import Rows
 from taptwice.drivers import sqlite, sqlstate
-from taptwice.drivers.base import Awaiting, Blocking, logger
-from taptwice.errors import CommitUnknown, Misuse, StoreUnavailable, TaptwiceError, Torn
-
-Reply = TypeVar("Reply")
+from taptwice.drivers.base import GIVEN_BACK, USED_OUTSIDE, Blocking, logger
+from taptwice.errors import CommitUnknown, Inseparable, Misuse, StoreUnavailable, TaptwiceError, Torn
 
 _TYPES: Mapping[str, Any] = {
     "lock": BigInteger,
@@ -48,7 +53,9 @@ def _clauses(dialect: sql.Dialect) -> Mapping[str, tuple[TextClause, sql.Stateme
     """Made once, with typed parameters: SQLAlchemy then compiles each once."""
     return {
         name: (
-            text(statement.text).bindparams(*(bindparam(name, type_=_TYPES[name]) for name in statement.parameters)),
+            text(statement.text).bindparams(
+                *(bindparam(each, type_=_TYPES[each]) for each in statement.parameters)
+            ),
             statement,
         )
         for name, statement in sql.statements(dialect).items()
@@ -62,6 +69,7 @@ CLAUSES: Mapping[sql.Dialect, Mapping[str, tuple[TextClause, sql.Statement]]] = 
 
 
 def dialect_of(name: str) -> sql.Dialect:
+    """Our dialect for SQLAlchemy's."""
     if name == "postgresql":
         return "postgresql"
     if name == "sqlite":
@@ -69,23 +77,32 @@ def dialect_of(name: str) -> sql.Dialect:
     raise Misuse(f"no statements for the SQLAlchemy dialect {name!r}; there are postgresql and sqlite")
 
 
+def _sqlstate(error: DBAPIError) -> str | None:
+    """psycopg and asyncpg call it `sqlstate`, psycopg2 `pgcode`."""
+    return getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+
+
 def translated(error: SQLAlchemyError, dialect: sql.Dialect) -> TaptwiceError | None:
     """Our error for an error at a statement of ours."""
     if isinstance(error, PoolTimeout):
         return StoreUnavailable(f"no connection to the database: {error}")
-    if not isinstance(error, DBAPIError):
+    if not isinstance(error, DBAPIError) or error.orig is None:
         return Misuse(f"SQLAlchemy refused: {error}")
-    cause: Any = error.orig
     if dialect == "sqlite":
-        return sqlite.ours(cause)
-    code = getattr(cause, "sqlstate", None)
-    if code is None and not (error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)):
+        return sqlite.ours(error.orig)
+    code = _sqlstate(error)
+    lost = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    if code is None and not lost:
         return Misuse(f"SQLAlchemy refused: {error}")
-    return sqlstate.ours(code, str(cause))
+    return sqlstate.ours(code, str(error.orig))
 
 
 class SqlalchemyExecutor(Blocking):
-    """Commands on one connection: the caller's connection or session, or one that `take` lends at `Begin`."""
+    """Commands on one connection: the caller's connection or session, or one that `take` lends at `Begin`.
+
+    `wrap` makes the user's handle where it is not the connection or session itself. `through_session`: the
+    handle is a session that `wrap` made, and brings a savepoint of its own.
+    """
 
     def __init__(
         self,
@@ -93,39 +110,45 @@ class SqlalchemyExecutor(Blocking):
         connection: Connection | None = None,
         session: Session | None = None,
         take: Callable[[], Connection] | None = None,
-        make: Callable[[Connection], Session] | None = None,
+        wrap: Callable[[SqlalchemyExecutor], Any] | None = None,
+        through_session: bool = False,
     ) -> None:
         self.dialect = dialect
         self._connection = connection
         self._session = session
         self._take = take
-        self._make = make
+        self._wrap = wrap
+        self._through_session = through_session
+        self._handle: Any = None
         self._sessions: list[Session] = []
+        self._committed = False
+        self._torn = False
         self._nested: Any = None
         self._earlier: list[Session] = []
 
     @property
     def handle(self) -> Any:
         """The session that the claim works through where there is one, else the connection."""
-        if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
-        if self._make is None:
-            return self._connection if self._session is None else self._session
-        if not self._sessions:
-            self._sessions.append(self._make(self._connection))
-        return self._sessions[0]
+        if self._handle is None:
+            own = self._session or self.connection
+            self._handle = own if self._wrap is None else self._wrap(self)
+        return self._handle
 
     @property
     def connection(self) -> Connection:
         """The connection itself, for sessions that join."""
         if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
+            raise Misuse(USED_OUTSIDE)
         return self._connection
 
     def adopt(self, session: Session) -> None:
-        """A session of the user's that works on this connection: settled with the claim."""
+        """A session that works on this connection, in a savepoint of its own: settled with the claim."""
         if session not in self._sessions:
             self._sessions.append(session)
+            event.listen(session, "after_commit", self._note_commit)
+
+    def _note_commit(self, session: Session) -> None:
+        self._committed = True
 
     def settle_first(self, sessions: list[Session]) -> None:
         """Sessions that were used before the claim: `begin` ends their transactions, which are not ours."""
@@ -135,15 +158,18 @@ class SqlalchemyExecutor(Blocking):
         for session in self._earlier:
             if getattr(session, "_trans_context_manager", None) is not None:
                 raise Misuse(
-                    "a session began before the claim with `session.begin()` and is still inside that block: let the "
-                    "login use a session of its own, or leave out begin() around the one it shares with the handler"
+                    "a session began before the claim with `session.begin()` and is still inside that block: "
+                    "let the login use a session of its own, or leave out begin() around the one it shares "
+                    "with the handler"
                 )
             session.commit()
         self._earlier.clear()
 
-    def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around statements of ours."""
         try:
-            return call(*arguments)
+            yield
         except SQLAlchemyError as error:
             if (known := translated(error, self.dialect)) is not None:
                 raise known from error
@@ -153,11 +179,17 @@ class SqlalchemyExecutor(Blocking):
         clause, statement = CLAUSES[self.dialect][command.statement]
         given = dict(command.parameters)
         values = {name: given.get(name) for name in statement.parameters}
-        result = self._guarded(self.connection.execute, clause, values)
-        return tuple(map(tuple, result)) if result.returns_rows else ()
+        with self._asking():
+            result = self.connection.execute(clause, values)
+            rows = tuple(map(tuple, result)) if result.returns_rows else ()
+        self._torn |= command.statement == "insert" and not rows
+        return rows
 
-    def _run(self, statement: str) -> None:
-        self._guarded(self.connection.exec_driver_sql, statement)
+    def _run(self, statement: str) -> Any:
+        """The first value that it gives, if it gives any."""
+        with self._asking():
+            result = self.connection.exec_driver_sql(statement)
+            return result.scalar() if result.returns_rows else None
 
     def script(self, command: plan.Script) -> None:
         self._run(command.text)
@@ -166,59 +198,96 @@ class SqlalchemyExecutor(Blocking):
         self._settle_earlier()
         if self._connection is None:
             if self._take is None:
-                raise Misuse("the connection of this claim was given back")
-            self._connection = self._guarded(self._take)
-        self._guarded(self._connection.begin)
+                raise Misuse(GIVEN_BACK)
+            with self._asking():
+                self._connection = self._take()
+        self._check_transactional()
+        with self._asking():
+            self.connection.begin()
         if self.dialect == "sqlite":
-            self._run(f"PRAGMA busy_timeout = {int(command.wait * 1000)}")
             # pysqlite begins by itself, late and deferred, unless it finds a transaction open.
-            self._run("BEGIN IMMEDIATE")
+            self._waiting(command.wait, "BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:
         if self._session is not None:
-            self._connection = self._guarded(self._session.connection)
-        connection = self.connection
-        if connection.get_isolation_level() == "AUTOCOMMIT" if self.dialect == "sqlite" else _autocommits(connection):
-            raise Misuse("a claim joins a transaction, and this connection is in AUTOCOMMIT")
+            self._flush()
+            with self._asking():
+                self._connection = self._session.connection()
+        self._check_transactional()
         if self.dialect == "sqlite":
-            driver: Any = connection.connection.driver_connection
-            raw = getattr(driver, "_conn", driver)
-            if not raw.in_transaction:
-                self._run(f"PRAGMA busy_timeout = {int(command.wait * 1000)}")
-                self._run("BEGIN IMMEDIATE")
+            driver: Any = self.connection.connection.driver_connection
+            raw = getattr(driver, "_conn", driver)  # aiosqlite has sqlite3's inside
+            lock = CLAUSES["sqlite"]["lock"][1].text
+            self._waiting(command.wait, lock if raw.in_transaction else "BEGIN IMMEDIATE")
+
+    def _check_transactional(self) -> None:
+        # `is True`: sqlite3 has a number of that name. There our own BEGIN makes a transaction in any case.
+        if getattr(self.connection.connection.dbapi_connection, "autocommit", None) is True:
+            raise Misuse("a claim needs a transaction, and this connection or its engine is in AUTOCOMMIT")
+
+    def _waiting(self, wait: float, statement: str) -> None:
+        """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
+        before = self._run("PRAGMA busy_timeout")
+        self._run(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        try:
+            self._run(statement)
+        finally:
+            self._run(f"PRAGMA busy_timeout = {int(before)}")
 
     def savepoint(self, command: plan.Savepoint) -> None:
-        if self._make is not None:
-            return  # each session of ours begins a savepoint of its own, at its first statement
-        target = self._session if self._session is not None else self.connection
-        self._nested = self._guarded(target.begin_nested)
+        if self._through_session:
+            return  # it begins one of its own, at its first statement
+        with self._asking():
+            self._nested = (self._session or self.connection).begin_nested()
 
     def flush(self, command: plan.Flush) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
         for session in self._sessions:
             session.flush()
+        if self._session is not None:
+            self._session.flush()
 
     def undo(self, command: plan.Undo) -> None:
-        for session in self._sessions:
-            self._guarded(session.rollback)
-        if self._nested is not None:
-            nested, self._nested = self._nested, None
-            self._end_nested(nested, nested.rollback)
+        if self._nested is None and self._committed:
+            raise Inseparable
+        with self._asking():
+            for session in reversed(self._sessions):
+                session.rollback()
+        self._end_nested("rollback")
 
     def release(self, command: plan.Release) -> None:
-        for session in self._sessions:
-            session.commit()
-        if self._nested is not None:
-            nested, self._nested = self._nested, None
-            self._end_nested(nested, nested.commit)
+        self._flush()  # its errors are the user's
+        # Of a claim that was torn on PostgreSQL the INSERT tells, and harms nothing. A RELEASE that fails
+        # would cost whatever transaction the handler has begun instead, so it waits for that.
+        if self._take is None or self.dialect == "sqlite":
+            self._end_sessions()
+            self._end_nested("commit")
 
-    def _end_nested(self, nested: Any, end: Callable[[], None]) -> None:
-        if not nested.is_active and self._take is None:
+    def _end_sessions(self) -> None:
+        for session in reversed(self._sessions):
+            try:
+                session.commit()
+            except DBAPIError as error:
+                if isinstance(known := translated(error, self.dialect), Torn):
+                    self._torn = True
+                    raise known from error
+                raise
+
+    def _end_nested(self, how: str) -> None:
+        nested, self._nested = self._nested, None
+        if nested is None:
+            return
+        if not nested.is_active:
             raise Torn
-        self._guarded(end)
+        with self._asking():
+            getattr(nested, how)()
 
     def commit(self, command: plan.Commit) -> None:
-        connection = self.connection
-        transaction = connection.get_transaction()
+        if not self._torn:
+            self._end_sessions()
+        transaction = self.connection.get_transaction()
         if transaction is None:
             raise Torn
         try:
@@ -226,24 +295,31 @@ class SqlalchemyExecutor(Blocking):
         except DBAPIError as error:
             if error.connection_invalidated:
                 raise CommitUnknown from error
-            known = translated(error, self.dialect)
-            if getattr(error.orig, "sqlstate", None) in ("40001", "40P01") and known is not None:
+            if (known := self._refused(error)) is not None:
                 raise known from error
             raise
 
+    def _refused(self, error: DBAPIError) -> TaptwiceError | None:
+        if self.dialect == "sqlite" and error.orig is not None:
+            return sqlite.at_commit(error.orig)
+        return sqlstate.at_commit(_sqlstate(error), str(error.orig))
+
     def rollback(self, command: plan.Rollback) -> None:
+        sessions, self._sessions = self._sessions, []
+        self._handle, self._nested, self._committed, self._torn = None, None, False, False
         try:
-            for session in self._sessions:
+            for session in reversed(sessions):
+                event.remove(session, "after_commit", self._note_commit)
                 session.close()
-            self._sessions.clear()
-            self._nested = None
             transaction = None if self._connection is None else self._connection.get_transaction()
-            if transaction is not None:
+            if transaction is not None and self._take is not None:
                 transaction.rollback()
-        except Exception:
-            logger.warning("a rollback failed; the connection is thrown away", exc_info=True)
+        except BaseException as error:
             if self._connection is not None:
                 self._connection.invalidate()
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("a rollback failed; the connection is thrown away", exc_info=True)
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
@@ -252,37 +328,6 @@ class SqlalchemyExecutor(Blocking):
                 connection.close()
         except Exception:
             logger.warning("a connection could not be given back", exc_info=True)
-
-
-def _autocommits(connection: Connection) -> bool:
-    return connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
-
-
-class AsyncSqlalchemyExecutor(Awaiting):
-    """The same, awaiting: each command in SQLAlchemy's greenlet."""
-
-    def __init__(self, blocking: SqlalchemyExecutor, wrap: Callable[[Any], Any]) -> None:
-        self.dialect = blocking.dialect
-        self.blocking = blocking
-        self._wrap = wrap
-        self._handle: Any = None
-
-    @property
-    def handle(self) -> Any:
-        if self._handle is None:
-            self._handle = self._wrap(self.blocking)
-        return self._handle
-
-    def settle_first(self, sessions: list[Session]) -> None:
-        self.blocking.settle_first(sessions)
-
-    async def execute(self, command: Command[Reply], /) -> Reply:
-        if isinstance(command, plan.Now | plan.Sleep):
-            return await super().execute(command)
-        if isinstance(command, plan.Close):
-            self._handle = None
-        reply: Reply = await greenlet_spawn(self.blocking.execute, command)
-        return reply
 
 
 class SqlalchemySource:
@@ -296,83 +341,56 @@ class SqlalchemySource:
         self._maker = maker
 
     def open(self) -> SqlalchemyExecutor:
-        make = None if self._maker is None else self._session
-        return SqlalchemyExecutor(self.dialect, take=self._engine.connect, make=make)
+        take, maker = self._engine.connect, self._maker
+        if maker is None:
+            return SqlalchemyExecutor(self.dialect, take=take)
 
-    def _session(self, connection: Connection) -> Session:
-        assert self._maker is not None
-        made: Session = self._maker(bind=connection, join_transaction_mode="create_savepoint")
-        return made
+        def session(executor: SqlalchemyExecutor) -> Session:
+            made: Session = maker(bind=executor.connection, join_transaction_mode="create_savepoint")
+            executor.adopt(made)
+            return made
 
-
-class AsyncSqlalchemySource:
-    """The same for the awaiting engine and session maker."""
-
-    blocking = False
-
-    def __init__(self, engine: AsyncEngine, maker: async_sessionmaker[Any] | None = None) -> None:
-        self.dialect: sql.Dialect = dialect_of(engine.dialect.name)
-        self._engine = engine
-        self._maker = maker
-
-    def open(self) -> AsyncSqlalchemyExecutor:
-        inner = SqlalchemyExecutor(self.dialect, take=self._engine.sync_engine.connect)
-        return AsyncSqlalchemyExecutor(inner, self._handle)
-
-    def _handle(self, inner: SqlalchemyExecutor) -> AsyncConnection | AsyncSession:
-        connection = AsyncConnection(self._engine, sync_connection=inner.connection)
-        if self._maker is None:
-            return connection
-        session: AsyncSession = self._maker(bind=connection, join_transaction_mode="create_savepoint")
-        inner.adopt(session.sync_session)
-        return session
+        return SqlalchemyExecutor(self.dialect, take=take, wrap=session, through_session=True)
 
 
-def join(connection: Any) -> SqlalchemyExecutor | AsyncSqlalchemyExecutor | None:
-    if isinstance(connection, scoped_session):
-        connection = connection()
+def join(connection: Any) -> SqlalchemyExecutor | None:
+    """The executor for a connection or session of the caller."""
     match connection:
         case Connection():
             return SqlalchemyExecutor(dialect_of(connection.dialect.name), connection)
         case Session():
             return SqlalchemyExecutor(dialect_of(connection.get_bind().dialect.name), session=connection)
-        case AsyncConnection():
-            inner = SqlalchemyExecutor(dialect_of(connection.dialect.name), connection.sync_connection)
-            return AsyncSqlalchemyExecutor(inner, lambda _: connection)
-        case AsyncSession():
-            session = connection.sync_session
-            inner = SqlalchemyExecutor(dialect_of(session.get_bind().dialect.name), session=session)
-            return AsyncSqlalchemyExecutor(inner, lambda _: connection)
+        case scoped_session():
+            return join(connection())
         case _:
             return None
 
 
-def source(origin: Any) -> SqlalchemySource | AsyncSqlalchemySource | None:
+def source(origin: Any) -> SqlalchemySource | None:
+    """The source for an engine or a session maker."""
     match origin:
         case Engine():
             return SqlalchemySource(origin)
-        case AsyncEngine():
-            return AsyncSqlalchemySource(origin)
         case sessionmaker():
-            return SqlalchemySource(_engine_of(origin.kw), origin)
-        case async_sessionmaker():
-            return AsyncSqlalchemySource(_engine_of(origin.kw), origin)
+            return SqlalchemySource(engine_of(origin.kw), origin)
         case scoped_session():
             return source(origin.session_factory)
         case _:
             return None
 
 
-def _engine_of(settings: Mapping[str, Any]) -> Any:
+def engine_of(settings: Mapping[str, Any]) -> Any:
+    """The one engine of a session maker."""
     if settings.get("binds"):
         raise Misuse(
-            "this session maker has binds=: its classes may go to another database, outside the claim's transaction; "
-            "give a maker bound to one engine"
+            "this session maker has binds=: its classes may go to another database, outside the claim's "
+            "transaction; give a maker bound to one engine"
         )
     if settings.get("bind") is None:
         raise Misuse("this session maker is bound to no engine: make it with sessionmaker(engine)")
     return settings["bind"]
 
 
-def connecting(connect: Callable[[], Any]) -> None:
+def connecting(connect: Callable[[], Any]) -> SqlalchemySource:
+    """Refused: an engine is what opens connections."""
     raise Misuse("give the engine or the session maker itself, not a function that opens a connection")

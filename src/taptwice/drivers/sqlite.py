@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from taptwice import sql
 from taptwice.core import plan
 from taptwice.core.plan import Rows
-from taptwice.drivers.base import Blocking, logger
-from taptwice.errors import Busy, ConstraintViolated, Contention, Misuse, StoreUnavailable, TaptwiceError, Torn
+from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Blocking, logger
+from taptwice.errors import (
+    Busy,
+    ConstraintViolated,
+    Contention,
+    Misuse,
+    StoreUnavailable,
+    TaptwiceError,
+    Torn,
+)
 
 STATEMENTS = sql.compile_all("sqlite", lambda name, position: f":{name}")
-
-SAVEPOINT = "taptwice"
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _UNAVAILABLE = {
@@ -27,12 +34,12 @@ _UNAVAILABLE = {
 }
 
 
-def ours(error: sqlite3.Error) -> TaptwiceError | None:
+def ours(error: BaseException) -> TaptwiceError | None:
     """Our error for an error of sqlite3 at a statement of ours; None when it is the user's affair."""
     code = getattr(error, "sqlite_errorcode", None)
     text = str(error)
     if code is None:
-        if "different thread" in text or "created in a thread" in text:
+        if "created in a thread" in text:
             return Misuse("the connection moves between threads: open it with check_same_thread=False")
         return Misuse(f"sqlite3 refused: {text}")
     if code == sqlite3.SQLITE_BUSY_SNAPSHOT:
@@ -50,19 +57,40 @@ def ours(error: sqlite3.Error) -> TaptwiceError | None:
     if code & 0xFF == sqlite3.SQLITE_CONSTRAINT:
         return ConstraintViolated(text)
     if "no such table: taptwice" in text or "no such column" in text:
-        return Misuse(f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)")
+        return Misuse(
+            f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)"
+        )
     if "no such savepoint" in text:
         return Torn()
     return None
 
 
+def at_commit(error: BaseException) -> TaptwiceError | None:
+    """Our error for a COMMIT that SQLite refused; None when the user's work is at fault."""
+    known = ours(error)
+    return None if isinstance(known, ConstraintViolated) else known
+
+
+@contextmanager
+def asking(known: Callable[[BaseException], TaptwiceError | None] = ours) -> Iterator[None]:
+    """Around statements of ours."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if (ours_for_it := known(error)) is not None:
+            raise ours_for_it from error
+        raise
+
+
 class SqliteExecutor(Blocking):
-    """Commands on one sqlite3 connection: the caller's (`connection`), or one from `connect` at `Begin`."""
+    """Commands on one sqlite3 connection: the caller's, or one from `connect` at `Begin`."""
 
     dialect: sql.Dialect = "sqlite"
 
     def __init__(
-        self, connection: sqlite3.Connection | None = None, connect: Callable[[], sqlite3.Connection] | None = None
+        self,
+        connection: sqlite3.Connection | None = None,
+        connect: Callable[[], sqlite3.Connection] | None = None,
     ) -> None:
         self._connection = connection
         self._connect = connect
@@ -70,16 +98,14 @@ class SqliteExecutor(Blocking):
     @property
     def handle(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise Misuse("the claim's connection is used outside its transaction")
+            raise Misuse(USED_OUTSIDE)
         return self._connection
 
     def _run(self, text: str, parameters: dict[str, Any] | None = None) -> Rows:
-        try:
-            return tuple(self.handle.execute(text, parameters or {}).fetchall())
-        except sqlite3.Error as error:
-            if (known := ours(error)) is not None:
-                raise known from error
-            raise
+        with asking():
+            cursor = self.handle.cursor()
+            cursor.row_factory = None  # rows as they are, whatever the connection makes of them
+            return tuple(cursor.execute(text, parameters or {}).fetchall())
 
     def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
@@ -91,34 +117,31 @@ class SqliteExecutor(Blocking):
     def begin(self, command: plan.Begin) -> None:
         if self._connection is None:
             if self._connect is None:
-                raise Misuse("the connection of this claim was given back")
+                raise Misuse(GIVEN_BACK)
             try:
                 self._connection = self._connect()
             except sqlite3.Error as error:
                 raise StoreUnavailable(f"SQLite: {error}") from error
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
             self._connection.isolation_level = None
-        self._begin_immediate(command.wait)
+        self._waiting(command.wait, "BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:
         connection = self.handle
         if connection.in_transaction:
-            self._waiting(command.wait, lambda: self._run(STATEMENTS["lock"].text))
+            self._waiting(command.wait, STATEMENTS["lock"].text)
         elif connection.isolation_level is None:
             raise Misuse("a claim joins a transaction, and none is open: begin it with BEGIN IMMEDIATE")
         else:
             # Python would begin one before the first write; this is that first write.
-            self._begin_immediate(command.wait)
+            self._waiting(command.wait, "BEGIN IMMEDIATE")
 
-    def _begin_immediate(self, wait: float) -> None:
-        self._waiting(wait, lambda: self._run("BEGIN IMMEDIATE"))
-
-    def _waiting(self, wait: float, action: Callable[[], object]) -> None:
-        """Let `action` wait for its turn to write; the connection's own busy_timeout is restored."""
+    def _waiting(self, wait: float, statement: str) -> None:
+        """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
         [(before,)] = self._run("PRAGMA busy_timeout")
         self._run(f"PRAGMA busy_timeout = {int(wait * 1000)}")
         try:
-            action()
+            self._run(statement)
         finally:
             self._run(f"PRAGMA busy_timeout = {int(before)}")
 
@@ -135,14 +158,15 @@ class SqliteExecutor(Blocking):
     def commit(self, command: plan.Commit) -> None:
         if not self.handle.in_transaction:
             raise Torn
-        self._run("COMMIT")
+        with asking(at_commit):
+            self.handle.execute("COMMIT")
 
     def rollback(self, command: plan.Rollback) -> None:
         try:
             if self._connection is not None and self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            logger.warning("a rollback on SQLite failed; the connection is closed", exc_info=True)
+            logger.warning("a rollback on SQLite failed", exc_info=True)
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
@@ -167,13 +191,14 @@ class SqliteSource:
 
 
 def join(connection: Any) -> SqliteExecutor | None:
+    """The executor for a connection of the caller."""
     return SqliteExecutor(connection) if isinstance(connection, sqlite3.Connection) else None
 
 
 def source(origin: Any) -> None:
     """A connection serves one transaction at a time: it is no source."""
-    return None
 
 
 def connecting(connect: Callable[[], sqlite3.Connection]) -> SqliteSource:
+    """A source that opens a connection for each transaction."""
     return SqliteSource(connect)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from taptwice.errors import ConstraintViolated, Contention, Misuse, StoreUnavailable, TaptwiceError, Torn
+from taptwice.errors import (
+    ConstraintViolated,
+    Contention,
+    Misuse,
+    StoreUnavailable,
+    TaptwiceError,
+    Torn,
+)
 
 _CONTENTION = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock timeout
 _TORN = {"3B001", "25P01"}  # no such savepoint, no transaction
@@ -23,13 +30,20 @@ def ours(sqlstate: str | None, text: str) -> TaptwiceError | None:
         return Torn()
     if sqlstate == "25P02":
         return Misuse(
-            "a database error inside the claim was swallowed, and PostgreSQL takes no further statement: let the "
-            "error through, or put the statement that may fail into a nested transaction (a savepoint)"
+            "a database error inside the claim was swallowed, and PostgreSQL takes no further statement: "
+            "let the error through, or put what may fail into a nested transaction (a savepoint)"
         )
     if sqlstate in _MISSING:
-        return Misuse(f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)")
+        return Misuse(
+            f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)"
+        )
     if sqlstate == "42501":
         return Misuse(f"{text}: grant SELECT, INSERT and DELETE on taptwice_records to the service's role")
     if sqlstate in _UNAVAILABLE or sqlstate[:2] in _UNAVAILABLE_CLASSES:
         return StoreUnavailable(f"PostgreSQL: {text}")
     return None
+
+
+def at_commit(sqlstate: str | None, text: str) -> TaptwiceError | None:
+    """Our error for a COMMIT that PostgreSQL refused; None when the user's work is at fault."""
+    return ours(sqlstate, text) if sqlstate in ("40001", "40P01") else None

@@ -65,11 +65,14 @@ def _turn(
         yield from ask(Commit())
     finally:
         yield from abandon()
-    return (None if chosen is None else chosen.name), tuple(each.name for each in missing if each is not chosen)
+    left = tuple(each.name for each in missing if each is not chosen)
+    return (None if chosen is None else chosen.name), left
 
 
 def _check_order(chosen: sql.Migration, missing: Sequence[sql.Migration]) -> None:
     """A `pre` one may overtake a `post` one, which waits for old code to go; never the other way round."""
     first = missing[0]
     if chosen.phase == "post" and first.phase == "pre":
-        raise Misuse(f"{chosen.name} comes after {first.name}, which is not applied: run `taptwice init --phase pre`")
+        raise Misuse(
+            f"{chosen.name} comes after {first.name}, which is not applied: run `taptwice init --phase pre`"
+        )

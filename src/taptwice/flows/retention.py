@@ -14,7 +14,6 @@ import asyncio
 import logging
 import threading
 from types import TracebackType
-from typing import Self
 
 from taptwice.core.plan import Begin, Commit, Plan, arun, ask, run
 from taptwice.core.policy import seconds
@@ -37,7 +36,7 @@ GRACE = 10.0
 
 
 def sweep_turn(store: SqlStore, batch: int) -> Plan[int]:
-    """Forget at most `batch` records whose window is over, in a transaction of its own; how many there were."""
+    """Forget at most `batch` records whose window is over, in a transaction; how many there were."""
     try:
         yield from ask(Begin(TURN))
         count = yield from store.sweep(batch)
@@ -62,14 +61,13 @@ class Sweeping:
         if self._every <= 0 or batch < 1:
             raise Misuse(f"every={every!r}, batch={batch!r}: a sweep needs an interval and a batch above 0")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         if not self._source.blocking:
             raise Misuse("this source awaits: use `async with` to sweep it")
         self._leave = threading.Event()
         # A daemon: a program that ends without leaving the block is not held back, and loses at most a batch.
         self._thread = threading.Thread(target=self._work, name="taptwice-sweeping", daemon=True)
         self._thread.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,12 +75,12 @@ class Sweeping:
         self._leave.set()
         self._thread.join(GRACE)
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> None:
         if self._source.blocking:
-            return self.__enter__()
+            self.__enter__()
+            return
         self._aleave = asyncio.Event()
         self._task = asyncio.create_task(self._awork(), name="taptwice-sweeping")
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,7 +131,7 @@ class Sweeping:
         return self._every if count < self._batch else min(BREATH, self._every)
 
     def _failed(self, error: Exception) -> float:
-        # Ours says in one line what is the matter (the store is away, the table is not there); others need the trace.
+        # Ours says in one line what is the matter (no store, no table); others need their trace.
         trace = None if isinstance(error, TaptwiceError) else error
         logger.warning("sweep: failed, goes on in %g s: %s", self._every, error, exc_info=trace)
         return self._every

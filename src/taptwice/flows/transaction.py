@@ -38,6 +38,7 @@ from taptwice.errors import (
     ConstraintViolated,
     Contention,
     InFlight,
+    Inseparable,
     KeyReused,
     StoreUnavailable,
     Torn,
@@ -162,13 +163,14 @@ def conclude(store: SqlStore, asked: Asked, claimed: Claimed, answer: Answer, un
     entry = Entry(asked.keyed, asked.fingerprint, answer, asked.window, claimed.begun)
     try:
         if undo and not asked.savepoint:
-            yield from ask(Rollback())
-            return (yield from _save_late(store, entry, torn=False))
+            return (yield from _undo_all(store, entry))
         first: tuple[Command[None], ...] = (Undo() if undo else Release(),) if asked.savepoint else ()
         try:
             saved = yield from store.insert(entry, first, (Commit(),))
         except Torn:
             saved = False
+        except Inseparable:
+            return (yield from _undo_all(store, entry))
         except (ConstraintViolated, Contention) as error:
             yield from ask(Rollback())
             return (yield from _replay_instead(store, asked, error))
@@ -182,8 +184,10 @@ def conclude(store: SqlStore, asked: Asked, claimed: Claimed, answer: Answer, un
 
 def abandon() -> Plan[None]:
     """Roll back what is open, if anything is, and give the connection back."""
-    yield from ask(Rollback())
-    yield from ask(Close())
+    try:
+        yield from ask(Rollback())
+    finally:
+        yield from ask(Close())
 
 
 def _attempt(store: SqlStore, asked: Asked) -> Plan[Found]:
@@ -215,6 +219,12 @@ def _end_foreign_transaction() -> Plan[None]:
         yield from ask(Commit())
     except Torn:
         return
+
+
+def _undo_all(store: SqlStore, entry: Entry) -> Plan[Concluded]:
+    """Undo the work where that undoes the claim too."""
+    yield from ask(Rollback())
+    return (yield from _save_late(store, entry, torn=False))
 
 
 def _save_late(store: SqlStore, entry: Entry, torn: bool) -> Plan[Concluded]:

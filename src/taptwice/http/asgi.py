@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Command, Flush, Now, Plan, Sleep, arun, run
+from taptwice.core.plan import Begin, Command, Flush, Now, Plan, Sleep, Together, arun, run
 from taptwice.core.policy import Policy, changed
 from taptwice.drivers import system
 from taptwice.errors import Misuse, RequestIncomplete, RequestTooLarge, TaptwiceError
@@ -25,7 +26,7 @@ from taptwice.events import logger
 from taptwice.flows.current import current
 from taptwice.flows.retention import sweeping
 from taptwice.http.edge import Conclude, Holding, Message, Pass, messages_of
-from taptwice.http.exchange import Exchange, NotSaved, Request, Settings
+from taptwice.http.exchange import Exchange, NotSaved, Request, Settings, State
 from taptwice.http.gate import AsyncGate, gate_key
 
 Scope = MutableMapping[str, Any]
@@ -37,27 +38,113 @@ Result = TypeVar("Result")
 SCOPE_KEY = "taptwice.exchange"
 
 
-class Conducted:
-    """An exchange, driven on an event loop."""
+class Threads:
+    """Threads of our own for blocking drivers: the handlers may use up all of the framework's.
 
-    def __init__(self, exchange: Exchange, threads: Threads) -> None:
-        self.exchange = exchange
+    To begin may be to wait for a connection, which only somebody who ends gives back: so whatever does not
+    begin has threads of its own.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._beginning = ThreadPoolExecutor(number, thread_name_prefix="taptwice-begin")
+        self._others = ThreadPoolExecutor(number, thread_name_prefix="taptwice")
+
+    async def execute(self, executor: Any, command: Command[Result]) -> Result:
+        """Carry one command out."""
+        parts = command.commands if isinstance(command, Together) else (command,)
+        begins = any(isinstance(part, Begin) for part in parts)
+        return await _in(self._beginning if begins else self._others, executor.execute, command)
+
+    async def finish(self, executor: Any, plan: Plan[Result]) -> Result:
+        """Drive a whole plan that takes no connection."""
+        return await _in(self._others, run, plan, executor.execute)
+
+
+async def _in(pool: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any) -> Result:
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(call, *arguments))
+
+
+class Driven:
+    """An executor on an event loop; one that blocks works in threads.
+
+    A thread cannot be cancelled: whatever comes next waits for it. Two threads on one connection, or one on a
+    connection that was given back, would work in a transaction that is not theirs.
+    """
+
+    def __init__(self, executor: Any, blocking: bool, threads: Threads) -> None:
+        self.executor = executor
+        self._blocking = blocking
         self._threads = threads
         self._busy: asyncio.Future[Any] | None = None
+        """A thread at work, perhaps on the connection. A cancelled request leaves it behind."""
+
+    async def execute(self, command: Command[Any]) -> Any:
+        """Carry one command out."""
+        if not self._blocking:
+            return await self.executor.execute(command)
+        if isinstance(command, Now):
+            return system.now()
+        if isinstance(command, Sleep):
+            return await system.asleep(command.seconds)
+        return await self.call(self._threads.execute(self.executor, command))
+
+    async def finish(self, plan: Plan[Result]) -> Result:
+        """Drive a plan that takes no connection."""
+        if not self._blocking:
+            await self._idle()
+            return await arun(plan, self.execute)
+        return await self.call(self._threads.finish(self.executor, plan))
+
+    async def call(self, working: Awaitable[Result]) -> Result:
+        """Await what works in a thread: nobody touches the connection before it is done."""
+        await self._idle()
+        self._busy = asyncio.ensure_future(working)
+        return await asyncio.shield(self._busy)
+
+    async def _idle(self) -> None:
+        if self._busy is not None and not self._busy.done():
+            await asyncio.wait([self._busy])
+
+
+class Conducted:
+    """An exchange, driven on an event loop. `pass_on` lets the next in the gate come."""
+
+    def __init__(self, exchange: Exchange, threads: Threads, pass_on: Callable[[], None]) -> None:
+        self.exchange = exchange
+        self.pass_on = pass_on
+        self._threads = threads
+        self._driven: Driven | None = None
+        self._ended: asyncio.Future[Any] | None = None
 
     @property
     def handle(self) -> Any:
         """What the handler works on. Raises `Misuse` outside the claim."""
         if not self.exchange.open:
             raise Misuse(
-                "the claim's connection is used outside the keyed handler: before the claim (a login should read "
-                "through a connection of its own) or after the answer"
+                "the claim's connection is used outside the keyed handler: before the claim (a login should "
+                "read through a connection of its own) or after the answer"
             )
         return self.exchange.executor.handle
+
+    @property
+    def driven(self) -> Driven:
+        """The executor, which is there from the claim on."""
+        if self._driven is None:
+            blocking = self.exchange.settings.source.blocking
+            self._driven = Driven(self.exchange.executor, blocking, self._threads)
+        return self._driven
 
     async def claim(self, account: str | None) -> Answer | None:
         """As `Exchange.claim`; waits without holding a thread or a connection."""
         return await arun(self.exchange.claim(account), self._execute)
+
+    async def _execute(self, command: Command[Any]) -> Any:
+        return await self.driven.execute(command)
+
+    async def call(self, working: Awaitable[Result]) -> Result:
+        """Await a handler that works in a thread."""
+        return await self.driven.call(working)
 
     async def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
@@ -66,62 +153,48 @@ class Conducted:
 
     async def conclude(self, answer: Answer) -> Answer | None:
         """As `Exchange.conclude`. A cancelled request is concluded all the same."""
-        return await self._finish(self.exchange.conclude(answer))
+        self._ended = asyncio.ensure_future(self._end(self.exchange.conclude(answer)))
+        instead: Answer | None = await asyncio.shield(self._ended)
+        return instead
 
     async def abandon(self) -> None:
         """As `Exchange.abandon`. A cancelled request gives its connection back all the same."""
-        if self.exchange.executor is not None:
-            await self._finish(self.exchange.abandon())
+        if self.exchange.executor is None:
+            return
+        if self._ended is None:
+            self._ended = asyncio.ensure_future(self._end(self.exchange.abandon()))
+        await asyncio.wait([self._ended])  # perhaps it is being concluded already
 
-    async def _finish(self, plan: Plan[Result]) -> Result:
-        # In a task of its own: whoever cancels the request, however often, does not interrupt this.
-        return await asyncio.shield(asyncio.ensure_future(self._run(plan)))
-
-    async def _run(self, plan: Plan[Result]) -> Result:
-        if not self.exchange.settings.source.blocking:
-            return await arun(plan, self._execute)
-        if self._busy is not None:
-            await asyncio.wait([self._busy])  # a thread cannot be cancelled: let it come to its end first
-        return await self._threads.run(run, plan, self.exchange.executor.execute)
-
-    async def _execute(self, command: Command[Any]) -> Any:
-        executor = self.exchange.executor
-        if not self.exchange.settings.source.blocking:
-            return await executor.execute(command)
-        if isinstance(command, Now):
-            return system.now()
-        if isinstance(command, Sleep):
-            return await system.asleep(command.seconds)
-        self._busy = asyncio.ensure_future(self._threads.run(executor.execute, command))
-        return await asyncio.shield(self._busy)
-
-
-class Threads:
-    """Threads of our own for blocking drivers: the handlers may use up all of the framework's."""
-
-    def __init__(self, number: int) -> None:
-        self._pool = ThreadPoolExecutor(number, thread_name_prefix="taptwice")
-
-    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        context = contextvars.copy_context()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: context.run(call, *arguments))
+    async def _end(self, plan: Plan[Result]) -> Result:
+        # A task of its own: whoever cancels the request, however often, does not interrupt this.
+        try:
+            return await self.driven.finish(plan)
+        finally:
+            self.pass_on()  # a slow reader or a background task keeps no duplicate waiting
+            self.exchange.emit()
 
 
 class AsgiSettings(Settings):
-    """What the ASGI frameworks' `Idempotency` have in common. `threads` serve a blocking driver's statements."""
+    """What the ASGI frameworks' `Idempotency` have in common. `threads`: how many serve a blocking driver."""
 
     def __init__(self, origin: Any, *, threads: int = 16, **settings: Any) -> None:
         super().__init__(origin, **settings)
         self.gate = AsyncGate()
         self.threads = Threads(threads)
 
-    def sweeping(self, every: float | str = "10m", batch: int = 1000) -> AbstractAsyncContextManager[None]:
+    def sweeping(self, every: float | str = "10m", batch: int = 1000) -> AbstractAsyncContextManager[Any]:
         """Forget old records in the background for the length of an ``async with`` block."""
         return sweeping(self.source, every=every, batch=batch)
 
     async def serve(
-        self, app: App, policy: Policy, route: str, scope: Scope, receive: Receive, send: Send, read: bool = False
+        self,
+        app: App,
+        policy: Policy,
+        route: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        read: bool = False,
     ) -> None:
         """The edge: one request through `app`, whose answer leaves after the commit.
 
@@ -130,6 +203,8 @@ class AsgiSettings(Settings):
         if scope["type"] != "http" or scope["method"] not in policy.methods:
             await app(scope, receive, send)
             return
+        if SCOPE_KEY in scope:
+            raise Misuse(f"{route} is keyed twice: one edge and one keyed handler serve one request")
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         headers = tuple(scope["headers"])
         request = Request(scope["method"], raw_path.partition(b"?")[0], route, scope["query_string"], headers)
@@ -137,41 +212,44 @@ class AsgiSettings(Settings):
         if not keyed:
             await self._through(app, Exchange(self, policy, request), scope, receive, send)
             return
-        key = gate_key(request.method, request.path, headers, policy.key.names)
-        try:
-            async with self.gate.turn(key, policy.wait_s):
-                request = Request(
-                    request.method,
-                    request.path,
-                    route,
-                    request.query,
-                    headers,
-                    await read_body(receive, headers, policy.request_max_body),
-                )
+        async with AsyncExitStack() as turn:
+            try:
+                # The body first: whoever's connection dies while he sends must not keep his own retry waiting.
+                body = await read_body(receive, headers, policy.request_max_body)
+                key = gate_key(request.method, request.path, headers, policy.key.names)
+                pass_on = await turn.enter_async_context(self.gate.turn(key, policy.wait_s))
+            except TaptwiceError as error:
                 exchange = Exchange(self, policy, request)
-                await self._through(app, exchange, scope, replaying(request.body, receive), send)
-        except TaptwiceError as error:
-            if isinstance(error, Misuse):
-                raise
-            exchange = Exchange(self, policy, request)
-            answer = exchange.refusal(error)
-            exchange.emit()
-            for message in messages_of(answer):
-                await send(message)
+                answer = exchange.refusal(error)
+                exchange.emit()
+                for message in messages_of(answer):
+                    await send(message)
+                return
+            exchange = Exchange(self, policy, dataclasses.replace(request, body=body))
+            await self._through(app, exchange, scope, replaying(body, receive), send, pass_on)
 
-    async def _through(self, app: App, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        conducted = Conducted(exchange, self.threads)
+    async def _through(
+        self,
+        app: App,
+        exchange: Exchange,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        pass_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        conducted = Conducted(exchange, self.threads, pass_on)
         outgoing = Outgoing(conducted, send)
         token = current.set(exchange.current)
         try:
             await app({**scope, SCOPE_KEY: conducted}, receive, outgoing)
+            outgoing.check()
         except BaseException as error:
             if not await outgoing.recover(error):
                 raise
         finally:
             current.reset(token)
-            if exchange.open:
-                await conducted.abandon()  # the application ended without an answer
+            if exchange.state is not State.OVER:
+                await conducted.abandon()  # it ended without an answer, or was cancelled at the claim
             exchange.emit()
 
 
@@ -183,46 +261,51 @@ class Outgoing:
         self._send = send
         self._holding: Holding | None = None
         self._replaced = False
+        self._started = False
         self._failure: BaseException | None = None
 
     async def __call__(self, message: Message) -> None:
         if self._replaced:
             return  # our answer went out in place of this one
+        exchange = self._conducted.exchange
         if self._holding is None:
-            if not self._conducted.exchange.open:
-                await self._send(message)
+            if not exchange.open:
+                self._conducted.pass_on()  # an answer without a claim: a replay, or a refusal of whoever's
+                await self._pass((message,))
                 return
-            self._holding = Holding(self._conducted.exchange.policy)
+            self._holding = Holding(exchange.policy)
         match self._holding.feed(message):
             case Pass(messages):
-                await self._send_all(messages)
-            case Conclude(answer, messages, _):
+                await self._pass(messages)
+            case Conclude(answer, messages):
                 await self._conclude(answer, messages)
 
     async def _conclude(self, answer: Answer, messages: tuple[Message, ...]) -> None:
-        exchange = self._conducted.exchange
         try:
             instead = await self._conducted.conclude(answer)
         except BaseException as error:
-            # Raised from inside the application's send it may be taken for something else on its way out.
             self._failure = error
             raise
-        exchange.emit()
         if instead is not None:
             self._replaced = True
             messages = messages_of(instead)
-        await self._send_all(messages)
+        await self._pass(messages)
 
-    async def _send_all(self, messages: tuple[Message, ...]) -> None:
+    async def _pass(self, messages: tuple[Message, ...]) -> None:
         for message in messages:
+            self._started = self._started or message["type"] == "http.response.start"
             await self._send(message)
 
+    def check(self) -> None:
+        """The application has returned. Raises what was raised into it, if it told nobody."""
+        if self._failure is not None and not self._started:
+            raise self._failure
+
     async def recover(self, error: BaseException) -> bool:
-        """The application failed. True when its answer is sent all the same; else the error is to go on."""
-        if self._failure is not None:
-            if error is not self._failure:
-                raise self._failure from None
-            return False
+        """The application failed. True when an answer was sent all the same; else the error is to go on."""
+        if self._failure is not None and not self._started and error is not self._failure:
+            # Raised from inside the application's send it was taken for something else on its way out.
+            raise self._failure from None
         exchange = self._conducted.exchange
         if not exchange.open:
             return False
@@ -237,10 +320,12 @@ class Outgoing:
 
 
 async def read_body(receive: Receive, headers: tuple[tuple[bytes, bytes], ...], limit: int) -> bytes:
-    """The whole body. Raises `RequestTooLarge`, and `RequestIncomplete` when the client left before its end."""
+    """The whole body. Raises `RequestTooLarge`, and `RequestIncomplete` when it ends too early."""
     too_large = RequestTooLarge(f"The request body is larger than {limit} bytes.")
-    announced = next((value for name, value in headers if name.lower() == b"content-length"), b"")
-    if announced.isdigit() and int(announced) > limit:
+    sent = {name.lower(): value for name, value in headers}
+    announced = sent.get(b"content-length", b"")
+    length = int(announced[:19]) if announced.isdigit() else 0  # 19 digits are too large for anybody
+    if length > limit:
         raise too_large
     body = bytearray()
     while True:
@@ -251,7 +336,10 @@ async def read_body(receive: Receive, headers: tuple[tuple[bytes, bytes], ...], 
         if len(body) > limit:
             raise too_large
         if not message.get("more_body", False):
-            return bytes(body)
+            break
+    if len(body) < length and b"content-encoding" not in sent:  # encoded: somebody has decoded it for us
+        raise RequestIncomplete
+    return bytes(body)
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:
@@ -273,8 +361,9 @@ def conducted_in(scope: Scope) -> Conducted:
     found: Conducted | None = scope.get(SCOPE_KEY)
     if found is None:
         raise Misuse(
-            f"{scope.get('method', '')} {scope.get('path', '')} is marked as keyed, and no edge is around it: in FastAPI "
-            "use APIRouter(route_class=IdempotentRoute), in Starlette Route(…, middleware=[Middleware(once.Edge)])"
+            f"{scope.get('method', '')} {scope.get('path', '')} is marked as keyed, and no edge is around it: "
+            "in FastAPI use APIRouter(route_class=IdempotentRoute), in Starlette "
+            "Route(…, middleware=[Middleware(once.Edge)])"
         )
     return found
 
@@ -286,12 +375,12 @@ class Idempotency(AsgiSettings):
         self,
         app: App,
         *,
-        account: Callable[[Scope], str | None | Awaitable[str | None]],
+        account: Callable[[Scope], str | Awaitable[str | None] | None],
         parse: Callable[[bytes], Any] | None = None,
         **changes: Any,
     ) -> App:
-        """The application, keyed. `account` says whose request it is; `parse` may refuse a body before the claim:
-        it raises `NotSaved` with an `Answer`. Other settings are those of `Policy`.
+        """The application, keyed. `account` says whose request it is; `parse` may refuse a body before the
+        claim: it raises `NotSaved` with an `Answer`. Other settings are those of `Policy`.
         """
         policy = changed(self.policy, **changes)
 
@@ -302,20 +391,25 @@ class Idempotency(AsgiSettings):
             conducted = conducted_in(scope)
             try:
                 whose = account(scope)
+                if inspect.isawaitable(whose):
+                    whose = await whose
                 if parse is not None:
                     parse(conducted.exchange.request.body)
-                answer = await conducted.claim(await whose if inspect.isawaitable(whose) else whose)
+                answer = await conducted.claim(whose)
                 if answer is None:
                     await app(scope, receive, send)
                     return
             except NotSaved as refused:
+                if conducted.exchange.state is State.OVER:
+                    raise  # too late: an answer is out
                 conducted.exchange.not_saved = True
                 answer = refused.answer
             for message in messages_of(answer):
                 await send(message)
 
         async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-            await self.serve(claimed, policy, scope.get("path", ""), scope, receive, send, read=parse is not None)
+            reads = parse is not None
+            await self.serve(claimed, policy, scope.get("path", ""), scope, receive, send, reads)
 
         return keyed
 

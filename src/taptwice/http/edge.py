@@ -33,14 +33,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The answer is final: save it (no body: a tombstone), commit, then send `messages`.
-
-    `ended`: nothing follows them.
-    """
+    """The answer is known: save it (no body: a tombstone), commit, then send `messages`."""
 
     answer: Answer
     messages: tuple[Message, ...] = field(repr=False)
-    ended: bool
 
 
 class Holding:
@@ -59,6 +55,7 @@ class Holding:
         kind = message["type"]
         if kind == "http.response.start":
             self._start = message
+            self._body.clear()  # an answer in place of one that was begun and given up
             if self._can_be_held(message):
                 return Hold()
             return self._tombstone(message)
@@ -76,22 +73,25 @@ class Holding:
         self._concluded = True
         start, body = self._start, bytes(self._body)
         whole = {"type": "http.response.body", "body": body}
-        return Conclude(answer_of(start, body), (start, whole), ended=True)
+        return Conclude(answer_of(start, body), (start, whole))
 
     def _can_be_held(self, start: Message) -> bool:
         if start["status"] in BODILESS:
             return True
-        length = next((value for name, value in start.get("headers", ()) if name.lower() == b"content-length"), None)
+        headers = {name.lower(): value for name, value in start.get("headers", ())}
+        length = headers.get(b"content-length")
         if length is None:
             return self._policy.streams == "capture"
-        return length.isdigit() and int(length) <= self._policy.save_max_body
+        return length.isdigit() and int(length[:19]) <= self._policy.save_max_body
 
     def _body_so_far(self) -> tuple[Message, ...]:
-        return ({"type": "http.response.body", "body": bytes(self._body), "more_body": True},) if self._body else ()
+        if not self._body:
+            return ()
+        return ({"type": "http.response.body", "body": bytes(self._body), "more_body": True},)
 
     def _tombstone(self, *messages: Message) -> Conclude:
         self._concluded = True
-        return Conclude(answer_of(messages[0], None), messages, ended=False)
+        return Conclude(answer_of(messages[0], None), messages)
 
 
 def answer_of(start: Message, body: bytes | None) -> Answer:
@@ -103,7 +103,7 @@ def answer_of(start: Message, body: bytes | None) -> Answer:
 
 
 def messages_of(answer: Answer) -> tuple[Message, Message]:
-    """An answer of ours as ASGI messages; Content-Length is made anew, and left out where there is no body."""
+    """An answer of ours as ASGI messages; Content-Length is made anew, or left out where a body cannot be."""
     body = answer.body or b""
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
     if answer.status not in BODILESS:

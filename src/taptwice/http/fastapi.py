@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -33,20 +33,25 @@ from taptwice.http.starlette import claim_and_call, connections, sessions
 
 __all__ = ["Idempotency", "IdempotentRoute", "NotSaved"]
 
+TWICE = "this route is marked as keyed twice: one route, one marker"
+
 ACCOUNT = "taptwice_account"
 EXCHANGE = "taptwice_exchange"
+WRAPPED = "__taptwice_wrapped__"
 
 
 class Keyed:
-    """The marker of a keyed route, and its policy. As a dependency it only checks that an edge is there."""
+    """The marker of a keyed route, and its policy. As a dependency it only checks that its edge is there."""
 
     def __init__(self, once: Idempotency, policy: Policy) -> None:
         self.once = once
         self.policy = policy
 
     def __call__(self, request: Request) -> None:
-        if request.method in self.policy.methods:
-            conducted_in(request.scope)
+        if request.method in self.policy.methods and (
+            conducted_in(request.scope).exchange.policy is not self.policy
+        ):
+            raise Misuse(TWICE)
 
 
 class Idempotency(AsgiSettings):
@@ -72,7 +77,7 @@ class Idempotency(AsgiSettings):
 def _marker(dependencies: Sequence[DependsParameter]) -> Keyed | None:
     found = [each.dependency for each in dependencies if isinstance(each.dependency, Keyed)]
     if len(found) > 1:
-        raise Misuse("this route is marked as keyed twice: one route, one marker")
+        raise Misuse(TWICE)
     return found[0] if found else None
 
 
@@ -81,16 +86,33 @@ class IdempotentRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self.keyed = _marker(options.get("dependencies") or ())
-        if self.keyed is not None:
+        # Older FastAPI makes a route anew, from the endpoint of another, when a router is included.
+        if self.keyed is not None and not hasattr(endpoint, WRAPPED):
+            policy = self.keyed.policy
+            methods = {method.upper() for method in options.get("methods") or ("GET",)}
+            if not methods & policy.methods and methods & {"POST", "PUT", "PATCH", "DELETE"}:
+                raise Misuse(
+                    f"{', '.join(sorted(methods))} {path} is marked as keyed, and keys count on "
+                    f"{', '.join(sorted(policy.methods))} only: once.keyed(methods={methods!r}), or no marker"
+                )
             endpoint = _claiming(endpoint, self.keyed)
-            describe(options, self.keyed.policy)
+            describe(options, policy)
         super().__init__(path, endpoint, **options)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.keyed is None:
             await super().handle(scope, receive, send)
             return
-        await self.keyed.once.serve(super().handle, self.keyed.policy, self.path, scope, receive, send)
+        route = _template(self, scope)
+        await self.keyed.once.serve(super().handle, self.keyed.policy, route, scope, receive, send)
+
+
+def _template(route: APIRoute, scope: Scope) -> str:
+    """The path as it is declared, with the prefixes of routers and mounts."""
+    included = scope.get("fastapi", {}).get("effective_route_context")  # since FastAPI no longer copies routes
+    below = scope.get("root_path", "").removeprefix(scope.get("app_root_path", ""))
+    path: str = below + (getattr(included, "path_format", "") or route.path_format)
+    return path
 
 
 async def _exchange(request: Request) -> Conducted | None:
@@ -98,42 +120,52 @@ async def _exchange(request: Request) -> Conducted | None:
     return found
 
 
+def _layers(endpoint: Any) -> Iterator[Any]:
+    """The endpoint, and what is below its decorators, partials and instances."""
+    yield endpoint
+    if isinstance(endpoint, functools.partial):
+        yield from _layers(endpoint.func)
+    elif hasattr(endpoint, "__wrapped__"):
+        yield from _layers(endpoint.__wrapped__)
+    elif not inspect.isroutine(endpoint) and not inspect.isclass(endpoint):
+        yield from _layers(endpoint.__call__)
+
+
+def _typed(endpoint: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(endpoint, eval_str=True)
+    except NameError:  # a name that only type checkers import: FastAPI makes of it what it can
+        return inspect.signature(endpoint)
+
+
 def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
-    """The endpoint, called inside the claim. Its signature asks FastAPI for the account and the exchange as well."""
-    if hasattr(endpoint, "__taptwice_wrapped__"):
-        return endpoint  # older FastAPI makes a route anew from its endpoint
-    if inspect.isgeneratorfunction(endpoint) or inspect.isasyncgenfunction(endpoint):
+    """The endpoint, called inside the claim. Its signature asks FastAPI for account and exchange as well."""
+    layers = list(_layers(endpoint))
+    if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in layers):
         raise Misuse(
-            f"{endpoint.__qualname__} is a generator and would still be working after its answer was committed: do the "
-            "work first, then return a StreamingResponse"
+            f"{getattr(endpoint, '__qualname__', endpoint)} is a generator and would still be working after its "
+            "answer was committed: do the work first, then return a StreamingResponse"
         )
-    is_async = inspect.iscoroutinefunction(endpoint)
+    is_async = any(map(inspect.iscoroutinefunction, layers))
 
     @functools.wraps(endpoint)
     async def claimed(**values: Any) -> Any:
         account, conducted = values.pop(ACCOUNT), values.pop(EXCHANGE)
-        call = functools.partial(endpoint, **values) if is_async else functools.partial(_threaded, endpoint, values)
+        call = functools.partial(endpoint, **values)
+        if not is_async:
+            call = functools.partial(run_in_threadpool, call)
         if conducted is None:  # a method that takes no key
             return await call()
-        return await claim_and_call(conducted, account, call)
+        return await claim_and_call(conducted, account, call, is_async)
 
-    signature = inspect.signature(endpoint)
+    asks = [(ACCOUNT, keyed.once.account), (EXCHANGE, _exchange)]
     ours = [
-        inspect.Parameter(
-            ACCOUNT,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[Any, Depends(keyed.once.account)],
-        ),
-        inspect.Parameter(EXCHANGE, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Any, Depends(_exchange)]),
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Any, Depends(dependency)])
+        for name, dependency in asks
     ]
+    signature = _typed(endpoint)
     theirs = list(signature.parameters.values())
-    at = next((i for i, each in enumerate(theirs) if each.kind is inspect.Parameter.VAR_KEYWORD), len(theirs))
-    resolved = inspect.signature(endpoint, eval_str=True)
-    theirs = [each.replace(annotation=resolved.parameters[each.name].annotation) for each in theirs]
-    claimed.__signature__ = resolved.replace(parameters=[*theirs[:at], *ours, *theirs[at:]])  # type: ignore[attr-defined]
-    claimed.__taptwice_wrapped__ = True  # type: ignore[attr-defined]
+    at = len(theirs) - any(each.kind is inspect.Parameter.VAR_KEYWORD for each in theirs)
+    setattr(claimed, "__signature__", signature.replace(parameters=[*theirs[:at], *ours, *theirs[at:]]))  # noqa: B010
+    setattr(claimed, WRAPPED, True)
     return claimed
-
-
-async def _threaded(endpoint: Callable[..., Any], values: dict[str, Any]) -> Any:
-    return await run_in_threadpool(endpoint, **values)

@@ -1,4 +1,4 @@
-"""Duplicates in this process queue here, before a body, a thread or a connection is taken.
+"""Duplicates in this process queue here, before a thread or a connection is taken.
 
 A gate only delays: it decides nothing about a request, so that it needs to trust nothing about it. A key
 that is too coarse costs time, never safety; across processes the claim itself is what counts. Waiters
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from hashlib import sha256
 
 from taptwice.errors import InFlight
 from taptwice.http.exchange import RawHeaders
 
 PER_KEY, PER_PROCESS = 128, 1024
-"""How many requests wait on an event loop, where waiting costs a few kilobytes each."""
+"""How many requests wait on an event loop, where waiting costs a few kilobytes and a body each."""
 
 
 def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> Hashable:
@@ -34,7 +33,7 @@ def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ..
 
 
 class AsyncGate:
-    """For one event loop. Whoever has the turn passes it to whoever has waited longest."""
+    """For event loops. Whoever has the turn passes it to whoever has waited longest."""
 
     def __init__(self, per_key: int = PER_KEY, per_process: int = PER_PROCESS) -> None:
         self._per_key = per_key
@@ -43,17 +42,21 @@ class AsyncGate:
         self._waiting = 0
 
     @asynccontextmanager
-    async def turn(self, key: Hashable, wait: float) -> AsyncIterator[None]:
-        """Hold the key's turn for the length of the block. Raises `InFlight` when it cannot be had in `wait` s."""
+    async def turn(self, key: Hashable, wait: float) -> AsyncIterator[Callable[[], None]]:
+        """Hold the key's turn for the length of the block, which gets a function that passes it on earlier.
+
+        Raises `InFlight` when it cannot be had in `wait` seconds.
+        """
+        # Two event loops do not share a queue: a future may only be set by its own.
+        key = asyncio.get_running_loop(), key
         queue = self._queues.get(key)
         if queue is None:
             self._queues[key] = deque()
         else:
             await self._wait(key, queue, wait)
-        try:
-            yield
-        finally:
-            self._pass_on(key)
+        with ExitStack() as held:
+            held.callback(self._pass_on, key)
+            yield held.close
 
     async def _wait(self, key: Hashable, queue: deque[asyncio.Future[None]], wait: float) -> None:
         if wait <= 0 or len(queue) >= self._per_key or self._waiting >= self._per_process:
@@ -104,8 +107,7 @@ class ThreadGate:
                     raise InFlight
                 self._waiting += 1
                 try:
-                    deadline = time.monotonic() + wait
-                    if not self._changed.wait_for(lambda: key not in self._taken, deadline - time.monotonic()):
+                    if not self._changed.wait_for(lambda: key not in self._taken, wait):
                         raise InFlight
                 finally:
                     self._waiting -= 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import Response
 
 from taptwice.core.policy import Policy
 
@@ -19,7 +23,7 @@ PROBLEM = {
 _REFUSALS = (
     ("key-missing", 400, "The idempotency key is missing or malformed."),
     ("in-progress", 409, "A request with this key is still in progress."),
-    ("key-reused", 422, "The key was used before with a different request, or the request is invalid."),
+    ("key-reused", 422, "The key was used before with a different request; or the request is invalid."),
     ("store-unavailable", 503, "The keys' store cannot be used; nothing was done."),
 )
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
@@ -42,15 +46,16 @@ def header_parameter(policy: Policy) -> dict[str, Any]:
     }
 
 
-def responses(policy: Policy) -> dict[int | str, dict[str, Any]]:
+def refusals(policy: Policy) -> dict[int, dict[str, Any]]:
     """The refusals, by status."""
-    found: dict[int | str, dict[str, Any]] = {}
-    for name, status, words in _REFUSALS:
-        status = policy.status.get(name, status)
+    found: dict[int, dict[str, Any]] = {}
+    for name, usual, words in _REFUSALS:
+        status = policy.status.get(name, usual)
+        earlier = found.get(status)
         found[status] = {
-            "description": words,
+            "description": words if earlier is None else f"{earlier['description']} Or: {words}",
             "content": {"application/problem+json": {"schema": PROBLEM}},
-            **({"headers": _RETRY_AFTER} if status in (409, 503) else {}),
+            **({"headers": _RETRY_AFTER} if name in ("in-progress", "store-unavailable") else {}),
         }
     return found
 
@@ -66,15 +71,44 @@ def marker(policy: Policy) -> dict[str, Any]:
 
 
 def describe(options: dict[str, Any], policy: Policy) -> None:
-    """Add all of it to the options of a FastAPI route."""
-    own = dict(options.get("responses") or {})
-    status = options.get("status_code") or 200
-    success = dict(own.pop(status, {}))
-    success["headers"] = {**marker(policy), **success.get("headers", {})}
-    success.setdefault("description", "Successful Response")
-    options["responses"] = {**responses(policy), **own, status: success}
+    """Add all of it to the options of a FastAPI route, beside what the route says of the same statuses itself."""
+    own = options.get("responses") or {}
+    refused = refusals(policy)
+    told = {str(status).upper() for status in own}
+    words = {status: refusal.pop("description") for status, refusal in refused.items()}
+    ours: dict[str, Any] = {
+        "x-idempotency-window-seconds": int(policy.window_s),
+        "responses": {str(status): refusal for status, refusal in refused.items()},
+    }
     if policy.key_pointer is None:
-        extra = dict(options.get("openapi_extra") or {})
-        extra["parameters"] = [*extra.get("parameters", ()), header_parameter(policy)]
-        extra["x-idempotency-window-seconds"] = int(policy.window_s)
-        options["openapi_extra"] = extra
+        ours["parameters"] = [header_parameter(policy)]
+    # A 422 among `responses` would keep FastAPI from describing its own; as an addition it does not.
+    if 422 in words and not told & {"422", "4XX", "DEFAULT"}:
+        ours["responses"]["422"]["description"] = words.pop(422)
+    success = options.get("status_code") or _usual_status(options.get("response_class"))
+    _add(ours, {"responses": {str(int(success)): {"headers": marker(policy)}}})
+    options["responses"] = {
+        **{status: {"description": text} for status, text in words.items() if str(status) not in told},
+        **own,
+    }
+    _add(ours, options.get("openapi_extra") or {})
+    options["openapi_extra"] = ours
+
+
+def _usual_status(response_class: Any) -> int:
+    """That of the response class, where the route names none: 307 of a RedirectResponse."""
+    found = inspect.signature(getattr(response_class, "value", response_class) or Response).parameters
+    default = found["status_code"].default if "status_code" in found else 200
+    return default if isinstance(default, int) else 200
+
+
+def _add(to: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Merge, at every depth; lists one after the other."""
+    for name, value in more.items():
+        known = to.get(name)
+        if isinstance(known, dict) and isinstance(value, Mapping):
+            _add(known, value)
+        elif isinstance(known, list) and isinstance(value, list):
+            to[name] = [*value, *known]
+        else:
+            to[name] = value

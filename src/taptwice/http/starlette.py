@@ -1,15 +1,16 @@
 """Starlette: the edge as a route's middleware, the claim as a decorator of its endpoint.
 
-    once = Idempotency(Session, account=lambda request: request.user.account_id)
+once = Idempotency(Session, account=lambda request: request.user.account_id)
 
-    @once.keyed()
-    async def charge(request): ...
+@once.keyed()
+async def charge(request): ...
 
-    Route("/charges", charge, methods=["POST"], middleware=[Middleware(once.Edge)])
+Route("/charges", charge, methods=["POST"], middleware=[Middleware(once.Edge)])
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,10 +24,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Close, Commit, Rollback
+from taptwice.core.plan import Begin, Commit
 from taptwice.core.policy import Policy, changed
 from taptwice.errors import Misuse
-from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, conducted_in
+from taptwice.flows.transaction import TURN, abandon
+from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, Driven, conducted_in
 from taptwice.http.edge import BODILESS
 from taptwice.http.exchange import NotSaved
 
@@ -62,25 +64,24 @@ def connections(once: AsgiSettings) -> Callable[[Request], AsyncIterator[Any]]:
         if conducted is not None:
             yield HandedOver(conducted)
             return
-        executor = once.source.open()
-        run = executor.execute if not once.source.blocking else functools.partial(once.threads.run, executor.execute)
-        await run(Begin())
+        driven = Driven(once.source.open(), once.source.blocking, once.threads)
         try:
-            yield executor.handle
-            await run(Commit())
+            await driven.execute(Begin(TURN))
+            yield driven.executor.handle
+            await driven.execute(Commit())
         finally:
-            await run(Rollback())
-            await run(Close())
+            await asyncio.shield(asyncio.ensure_future(driven.finish(abandon())))
 
     return connection
 
 
 def sessions(once: AsgiSettings) -> Callable[..., Any]:
-    """The dependency that gives a session: in the claim's transaction in a keyed route, a plain one elsewhere."""
+    """The dependency that gives a session: inside a claim in its transaction, elsewhere a plain one."""
     if not type(once.origin).__module__.startswith("sqlalchemy") or not hasattr(once.origin, "configure"):
 
-        async def missing() -> None:
+        async def missing() -> AsyncIterator[Any]:
             raise Misuse("once.session needs a session maker: Idempotency(async_sessionmaker(engine), …)")
+            yield
 
         return missing
 
@@ -138,8 +139,9 @@ class Marked:
 class Idempotency(AsgiSettings):
     """Idempotency for Starlette.
 
-    `account` gets the request and gives text, or None for nobody; it may be a coroutine function, and may raise
-    an HTTPException: it runs before anything is replayed. The other arguments are those of `AsgiSettings`.
+    `account` gets the request and gives text, or None for nobody; it may be a coroutine function, and may
+    raise an HTTPException: it runs before anything is replayed. The other arguments are those of
+    `AsgiSettings`.
     """
 
     Edge = Edge
@@ -148,7 +150,8 @@ class Idempotency(AsgiSettings):
         super().__init__(origin, **settings)
         self.account = account
         make = sessions(self)
-        self.session = contextmanager(make) if inspect.isgeneratorfunction(make) else asynccontextmanager(make)
+        manager = contextmanager if inspect.isgeneratorfunction(make) else asynccontextmanager
+        self.session: Callable[[], Any] = manager(make)
         """A session, for ``async with once.session()`` (or ``with``, where the session maker blocks)."""
 
     def connection(self, request: Request) -> Any:
@@ -158,8 +161,8 @@ class Idempotency(AsgiSettings):
     def keyed(self, *, parse: Callable[[Request], Any] | None = None, **changes: Any) -> Callable[[Any], Any]:
         """Decorator of a keyed endpoint: a function, or a method of an HTTPEndpoint.
 
-        `parse` gets the request before the claim, and may refuse it: by an HTTPException, or `NotSaved`. The other
-        settings are those of `Policy`.
+        `parse` gets the request before the claim, and may refuse it: by an HTTPException, or `NotSaved`. The
+        other settings are those of `Policy`.
         """
         policy = changed(self.policy, **changes)
 
@@ -178,9 +181,8 @@ class Idempotency(AsgiSettings):
                         await _awaited(parse(request))
                 except NotSaved as refused:
                     return returned(refused.answer)
-                return await claim_and_call(
-                    conducted, account, functools.partial(_call, endpoint, is_async, *arguments)
-                )
+                call = functools.partial(_call, endpoint, is_async, *arguments)
+                return await claim_and_call(conducted, account, call, is_async)
 
             setattr(claimed, MARK, Marked(self, policy, parse))
             return claimed
@@ -197,7 +199,7 @@ async def _awaited(value: Any) -> Any:
 
 
 async def claim_and_call(
-    conducted: Conducted, account: str | None, call: Callable[[], Awaitable[Any]]
+    conducted: Conducted, account: str | None, call: Callable[[], Awaitable[Any]], is_async: bool
 ) -> Any:
     """Claim, then do the work; or the answer in its place."""
     answer = await conducted.claim(account)
@@ -205,7 +207,7 @@ async def claim_and_call(
         return response_of(answer)
     exchange = conducted.exchange
     try:
-        result = await call()
+        result = await (call() if is_async else conducted.call(call()))
         await conducted.flush()
     except NotSaved as refused:
         exchange.not_saved = True

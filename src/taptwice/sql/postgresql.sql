@@ -47,10 +47,11 @@ SELECT encode(uuid_send(id), 'hex'), account, key, fingerprint_version, fingerpr
   FROM taptwice_records WHERE key = CAST(:key AS text) ORDER BY created_at LIMIT 100;
 
 -- name: sweep
--- Forget one batch of records whose window is over; one row comes back for each.
+-- Forget one batch of records whose window is over; one row comes back for each. The moment stands in a SELECT
+-- of its own because no index can serve a comparison with a volatile function.
 DELETE FROM taptwice_records WHERE ctid = ANY (ARRAY(
     SELECT ctid FROM taptwice_records
-     WHERE expires_at < coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp())
+     WHERE expires_at < (SELECT coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp()))
      LIMIT CAST(:batch AS integer) FOR UPDATE SKIP LOCKED))
 RETURNING 1;
 
