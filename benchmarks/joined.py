@@ -17,6 +17,15 @@ from benchmarks.parts import counts, driver, http, machine, size
 from benchmarks.parts.measure import Result
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+INTRODUCTION = """\
+A ratio compares two things that ran in turn, round after round, in this one run: first the median of the
+ratios within each round, then the ratio of the best rounds, then the median rate. Rates are this machine's;
+the ratios are what carries over, and they too move with what a commit costs.
+
+**Bare** is the work alone: BEGIN, one INSERT, COMMIT. The **textbook** inserts the key, does the work and
+updates the key. **By hand** is the SQL of this library, written out in the program with what its driver
+offers. **Ours** is without the savepoint (`savepoint=False`) unless it says so; **+ savepoint** is the
+default."""
 PARTS = ("driver", "http", "counts", "size", "import")
 
 
@@ -78,14 +87,7 @@ def _page(facts: list[str], results: list[Result], minutes: float) -> str:
         "",
         f"Written by `./dev bench joined --save` on {today:%d %B %Y}, in {minutes:.0f} minutes.",
         "",
-        "A ratio compares two things that ran in turn, round after round, in this one run: first the median of",
-        "the ratios within each round, then the ratio of the best rounds, then the median rate. Rates are this",
-        "machine's; the ratios are what carries over, and they too move with what a commit costs.",
-        "",
-        "**Bare** is the work alone: BEGIN, one INSERT, COMMIT. The **textbook** inserts the key, does the work",
-        "and updates the key. **By hand** is the SQL of this library, written out in the program with what its",
-        "driver offers. **Ours** is without the savepoint (`savepoint=False`) unless it says so;",
-        "**+ savepoint** is the default.",
+        INTRODUCTION,
         "",
         *(f"- {fact}" for fact in facts),
     ]

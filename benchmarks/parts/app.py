@@ -182,7 +182,7 @@ def with_psycopg(url: str) -> FastAPI:
     @app.get("/charges/{charge_id}")
     async def read(account: Account, charge_id: int) -> dict[str, Any]:
         async with pool.connection() as connection:
-            cursor = await connection.execute(PERCENTS["read"], {"id": charge_id})
+            cursor = await connection.execute(PERCENTS["read"], {"charge": charge_id})
             return dict(zip(("id", "account", "cents"), await cursor.fetchone(), strict=True))
 
     async def by_hand(
@@ -234,7 +234,7 @@ def with_sqlalchemy(url: str) -> FastAPI:
     @app.get("/charges/{charge_id}")
     async def read(account: Account, charge_id: int) -> dict[str, Any]:
         async with maker() as session:
-            return dict((await session.execute(CLAUSES["read"], {"id": charge_id})).mappings().one())
+            return dict((await session.execute(CLAUSES["read"], {"charge": charge_id})).mappings().one())
 
     async def by_hand(
         account: Account, key: Key, body: Charge, request: Request, savepoint: bool
@@ -310,7 +310,9 @@ def main() -> None:
     )
     if profile := os.environ.get("TAPTWICE_BENCH_PROFILE"):
         import cProfile
+        import signal
 
+        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn hands it on to us once it has stopped
         profiler = cProfile.Profile()
         profiler.enable()
         uvicorn.Server(config).run()

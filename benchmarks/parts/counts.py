@@ -55,7 +55,7 @@ class Proxy:
     def url(self) -> str:
         user = self._target.netloc.rpartition("@")[0]
         port = self._listener.getsockname()[1]
-        return self._target._replace(netloc=f"{user}@127.0.0.1:{port}", query="sslmode=disable").geturl()
+        return self._target._replace(netloc=f"{user}@127.0.0.1:{port}").geturl()
 
     def close(self) -> None:
         self._listener.close()
@@ -85,7 +85,8 @@ class Proxy:
     def _from_server(self, client: socket.socket, server: socket.socket, listened: list[bool]) -> None:
         pending = b""
         for data in _chunks(server, client):
-            pending += data
+            if data != b"N":  # no to encryption has no length
+                pending += data
             with self._lock:
                 listened[0] = True
                 while len(pending) >= 5:  # a letter, and a length that counts itself

@@ -67,7 +67,7 @@ def facts(url: str) -> list[str]:
     return [
         f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {platform.system()} {platform.release()}",
         f"one write of 8 KiB and its fdatasync: {_sync_ms():.2f} ms (median)",
-        f"PostgreSQL {postgres} on the same machine, {', '.join(f'{k} {v}' for k, v in server.items())}",
+        f"PostgreSQL {postgres}: {', '.join(map(' '.join, server.items()))}",
         f"Python {sys.version.split()[0]}, {packages}",
         f"uvicorn with {'httptools' if _installed('httptools') else 'h11'} and asyncio's own loop, one worker",
         f"load average when the run began: {os.getloadavg()[0]:.1f}",

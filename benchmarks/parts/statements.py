@@ -19,7 +19,7 @@ HEADERS = b"content-type:application/json"
 COLUMNS = "id, created_at, expires_at, fingerprint_version, status, fingerprint, account, key, headers, body"
 POSTGRESQL = {
     "charge": "INSERT INTO charges (account, cents) VALUES (:account, :cents) RETURNING id",
-    "read": "SELECT id, account, cents FROM charges WHERE id = :id",
+    "read": "SELECT id, account, cents FROM charges WHERE id = :charge",
     # The textbook: the key first, its answer later, by an update.
     "begin_key": "INSERT INTO textbook_keys (account, key, fingerprint) "
     "VALUES (:account, :key, :fingerprint) ON CONFLICT (account, key) DO NOTHING RETURNING 1",

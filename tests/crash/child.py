@@ -1,4 +1,4 @@
-"""The process that test_kill.py kills: one attempt, which stops at a command, says so, and waits for its end."""
+"""The process that test_kill.py kills: one attempt, which stops at a command and waits for its end."""
 
 from __future__ import annotations
 

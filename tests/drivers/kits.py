@@ -25,11 +25,12 @@ from sqlalchemy.orm import sessionmaker
 
 from taptwice import drivers, sql
 from taptwice.core.fingerprint import of_value
-from taptwice.core.model import Keyed
+from taptwice.core.model import Answer, Keyed
 from taptwice.core.plan import Command, Plan, arun, run
 from taptwice.drivers import aiosqlite as aiosqlite_driver
 from taptwice.drivers import sqlite as sqlite_driver
-from taptwice.flows.transaction import Asked
+from taptwice.flows.transaction import Asked, Claimed, Concluded, conclude, open_claim
+from taptwice.stores.sql import SqlStore
 
 Result = TypeVar("Result")
 Rows = list[tuple[Any, ...]]
@@ -41,13 +42,16 @@ TABLES = (
     "CREATE TABLE work (n integer NOT NULL)",
     "CREATE TABLE parents (id integer PRIMARY KEY)",
     "CREATE TABLE children (parent integer REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED)",
-    "CREATE TABLE singles (n integer UNIQUE)",
+    "CREATE TABLE singles (n integer UNIQUE{deferred})",
 )
+
+DEFERRED = {"postgresql": " DEFERRABLE INITIALLY DEFERRED", "sqlite": ""}
 
 
 def statements_of(dialect: sql.Dialect) -> list[str]:
-    """Everything that makes the tables, ours first."""
-    return [*(each for step in sql.migrations(dialect) for each in step.statements), *TABLES]
+    """Everything that makes the tables: those of taptwice, then those of the tests."""
+    ours = [each.format(deferred=DEFERRED[dialect]) for each in TABLES]
+    return [*(each for step in sql.migrations(dialect) for each in step.statements), *ours]
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Kit:
     dialect: sql.Dialect = "postgresql"
     blocking: bool = False
     source: Any = None
+    bouncer: bool = False
+    """Behind PgBouncer in transaction mode, where a prepared statement is on another server the next time."""
     on_command: list[Callable[[Command[Any]], None]] = field(default_factory=list)
 
     # --- plans ------------------------------------------------------------------------------------------
@@ -84,6 +90,10 @@ class Kit:
         """A connection or session of the caller's, in a transaction that commits at the end of the block."""
         raise NotImplementedError
         yield
+
+    async def bare(self, text: str) -> None:
+        """The user's statement in a transaction of the pool's, without taptwice."""
+        raise NotImplementedError
 
     def taken(self) -> int:
         """How many connections are out of the pool."""
@@ -121,7 +131,9 @@ async def called(call: Callable[..., Any], *arguments: Any) -> Any:
 
 class SqliteKit(Kit):
     def connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.place, check_same_thread=False, isolation_level=None)
+        connection = sqlite3.connect(self.place, check_same_thread=False, isolation_level=None)
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
 
     async def start(self) -> None:
         self.source = sqlite_driver.connecting(self.connect)
@@ -146,7 +158,12 @@ class SqliteKit(Kit):
 
 class AiosqliteKit(Kit):
     async def start(self) -> None:
-        self.source = aiosqlite_driver.connecting(lambda: aiosqlite.connect(self.place))
+        async def connect() -> aiosqlite.Connection:
+            connection = await aiosqlite.connect(self.place)
+            await connection.execute("PRAGMA foreign_keys = ON")
+            return connection
+
+        self.source = aiosqlite_driver.connecting(connect)
 
     async def stop(self) -> None:
         pass
@@ -172,7 +189,13 @@ class PsycopgKit(Kit):
 
     async def start(self) -> None:
         self.pool = psycopg_pool.ConnectionPool(
-            self.place, min_size=1, max_size=POOL, open=True, timeout=5, reconnect_timeout=0.5
+            self.place,
+            min_size=0,
+            max_size=POOL,
+            open=True,
+            timeout=2,
+            reconnect_timeout=0.5,
+            kwargs={"prepare_threshold": None} if self.bouncer else {},
         )
         self.source = drivers.source(self.pool)
 
@@ -200,13 +223,26 @@ class PsycopgKit(Kit):
         stats = self.pool.get_stats()
         return stats["pool_size"] - stats["pool_available"]
 
+    async def bare(self, text: str) -> None:
+        def work() -> None:
+            with self.pool.connection() as connection, connection.transaction():
+                connection.execute(text)
+
+        await called(work)
+
 
 class AsyncPsycopgKit(Kit):
     pool: psycopg_pool.AsyncConnectionPool[Any]
 
     async def start(self) -> None:
         self.pool = psycopg_pool.AsyncConnectionPool(
-            self.place, min_size=1, max_size=POOL, open=False, timeout=5, reconnect_timeout=0.5
+            self.place,
+            min_size=0,
+            max_size=POOL,
+            open=False,
+            timeout=2,
+            reconnect_timeout=0.5,
+            kwargs={"prepare_threshold": None} if self.bouncer else {},
         )
         await self.pool.open()
         self.source = drivers.source(self.pool)
@@ -232,6 +268,10 @@ class AsyncPsycopgKit(Kit):
         stats = self.pool.get_stats()
         return stats["pool_size"] - stats["pool_available"]
 
+    async def bare(self, text: str) -> None:
+        async with self.pool.connection() as connection, connection.transaction():
+            await connection.execute(text)
+
 
 _LEVELS: dict[str | None, psycopg.IsolationLevel | None] = {
     None: None,
@@ -244,7 +284,8 @@ class AsyncpgKit(Kit):
     pool: Any
 
     async def start(self) -> None:
-        self.pool = await asyncpg.create_pool(self.place, min_size=1, max_size=POOL)
+        options = {"statement_cache_size": 0} if self.bouncer else {}
+        self.pool = await asyncpg.create_pool(self.place, min_size=0, max_size=POOL, **options)
         self.source = drivers.source(self.pool)
 
     async def stop(self) -> None:
@@ -271,6 +312,10 @@ class AsyncpgKit(Kit):
     def taken(self) -> int:
         return int(self.pool.get_size()) - int(self.pool.get_idle_size())
 
+    async def bare(self, text: str) -> None:
+        async with self.pool.acquire() as connection, connection.transaction():
+            await connection.execute(text)
+
 
 # --- SQLAlchemy ---------------------------------------------------------------------------------------------
 
@@ -287,8 +332,22 @@ class SqlalchemyKit(Kit):
         place = self.place.partition(":")[2] if self.dialect == "postgresql" else f"///{self.place}"
         return f"{self.dialect}+{self.driver}:{place}"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        unprepared = {"psycopg": {"prepare_threshold": None}, "asyncpg": {"statement_cache_size": 0}}
+        connect = unprepared[self.driver] if self.bouncer else {}
+        return {"pool_size": POOL, "max_overflow": 0, "pool_timeout": 5, "connect_args": connect}
+
+    def _enforce_foreign_keys(self, engine: sqlalchemy.Engine) -> None:
+        if self.dialect == "sqlite":
+
+            @sqlalchemy.event.listens_for(engine, "connect")
+            def connected(connection: Any, _: Any) -> None:
+                connection.execute("PRAGMA foreign_keys = ON")
+
     async def start(self) -> None:
-        self.engine = sqlalchemy.create_engine(self.url, pool_size=POOL, max_overflow=0, pool_timeout=5)
+        self.engine = sqlalchemy.create_engine(self.url, **self.options)
+        self._enforce_foreign_keys(self.engine)
         self.maker = sessionmaker(self.engine)
         self.source = drivers.source(self.maker if self.sessions else self.engine)
 
@@ -308,11 +367,16 @@ class SqlalchemyKit(Kit):
         engine = self.engine.execution_options(isolation_level=level) if level else self.engine
         with sessionmaker(engine)() if self.sessions else engine.connect() as connection:
             if self.dialect == "sqlite" and isolation:
-                connection.connection().exec_driver_sql(isolation) if self.sessions else (
-                    connection.exec_driver_sql(isolation)
-                )
+                connection.execute(sqlalchemy.text(isolation))
             yield connection
             connection.commit()
+
+    async def bare(self, text: str) -> None:
+        def work() -> None:
+            with self.maker.begin() if self.sessions else self.engine.begin() as connection:
+                connection.execute(sqlalchemy.text(text))
+
+        await called(work)
 
     def taken(self) -> int:
         return int(self.engine.pool.checkedout())
@@ -320,7 +384,8 @@ class SqlalchemyKit(Kit):
 
 class AsyncSqlalchemyKit(SqlalchemyKit):
     async def start(self) -> None:
-        self.engine = create_async_engine(self.url, pool_size=POOL, max_overflow=0, pool_timeout=5)
+        self.engine = create_async_engine(self.url, **self.options)
+        self._enforce_foreign_keys(self.engine.sync_engine)
         self.maker = async_sessionmaker(self.engine)
         self.source = drivers.source(self.maker if self.sessions else self.engine)
 
@@ -337,10 +402,13 @@ class AsyncSqlalchemyKit(SqlalchemyKit):
         engine = self.engine.execution_options(isolation_level=level) if level else self.engine
         async with async_sessionmaker(engine)() if self.sessions else engine.connect() as connection:
             if self.dialect == "sqlite" and isolation:
-                target = (await connection.connection()) if self.sessions else connection
-                await target.exec_driver_sql(isolation)
+                await connection.execute(sqlalchemy.text(isolation))
             yield connection
             await connection.commit()
+
+    async def bare(self, text: str) -> None:
+        async with self.maker.begin() if self.sessions else self.engine.begin() as connection:
+            await connection.execute(sqlalchemy.text(text))
 
 
 def _sqlalchemy_level(isolation: str | None, begin: bool) -> str | None:
@@ -399,6 +467,39 @@ on_sqlite = on(SQLITE)
 def asked(key: str = "key", request: object = "charge", wait: float = 0.0, savepoint: bool = True) -> Asked:
     """What the tests ask for."""
     return Asked(Keyed("account", key), of_value(request), 3600.0, wait, savepoint)
+
+
+DONE = Answer(201, (("content-type", "application/json"), ("x", "1"), ("x", "2")), b'{"a":1}')
+
+
+async def claim(kit: Kit, asking: Asked, executor: Any = None) -> tuple[Any, Any]:
+    executor = executor or kit.source.open()
+    return executor, await kit.run(open_claim(SqlStore(kit.dialect), asking), executor)
+
+
+async def finish(
+    kit: Kit, asking: Asked, executor: Any, claimed: Claimed, answer: Answer = DONE, undo: bool = False
+) -> Concluded:
+    return await kit.run(conclude(SqlStore(kit.dialect), asking, claimed, answer, undo), executor)
+
+
+async def one_charge(kit: Kit, asking: Asked, answer: Answer = DONE) -> Concluded:
+    executor, claimed = await claim(kit, asking)
+    assert isinstance(claimed, Claimed)
+    await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
+    return await finish(kit, asking, executor, claimed, answer)
+
+
+def signal_at(kit: Kit, wanted: Callable[[Command[Any]], bool]) -> asyncio.Event:
+    """An event that is set when a plan of this kit asks for such a command."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def note(command: Command[Any]) -> None:
+        if wanted(command):
+            loop.call_soon_threadsafe(event.set)
+
+    kit.on_command.append(note)
+    return event
 
 
 def sqlite_database(path: Path) -> str:

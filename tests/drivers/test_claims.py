@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ from taptwice.core.plan import Begin, Command, Commit, Sleep, Together
 from taptwice.errors import InFlight, KeyReused, Misuse
 from taptwice.flows import transaction
 from taptwice.flows.transaction import (
-    Asked,
     Claimed,
     Concluded,
     Replayed,
     abandon,
-    conclude,
-    open_claim,
 )
-from taptwice.stores.sql import SqlStore
-from tests.drivers.kits import Kit, asked, on_all
+from tests.drivers.kits import DONE, Kit, asked, claim, finish, on_all, one_charge, signal_at
 
 pytestmark = on_all
 
@@ -35,25 +30,6 @@ ANSWERS = {
     "tombstone": Answer(200, (("etag", '"1"'),), None),
     "large": Answer(200, (), bytes(range(256)) * 1024),
 }
-DONE = ANSWERS["json"]
-
-
-async def claim(kit: Kit, asking: Asked, executor: Any = None) -> tuple[Any, Any]:
-    executor = executor or kit.source.open()
-    return executor, await kit.run(open_claim(SqlStore(kit.dialect), asking), executor)
-
-
-async def finish(
-    kit: Kit, asking: Asked, executor: Any, claimed: Claimed, answer: Answer = DONE, undo: bool = False
-) -> Concluded:
-    return await kit.run(conclude(SqlStore(kit.dialect), asking, claimed, answer, undo), executor)
-
-
-async def one_charge(kit: Kit, asking: Asked, answer: Answer = DONE) -> Concluded:
-    executor, claimed = await claim(kit, asking)
-    assert isinstance(claimed, Claimed)
-    await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
-    return await finish(kit, asking, executor, claimed, answer)
 
 
 @pytest.fixture
@@ -122,12 +98,6 @@ async def test_who_waits_does_the_work_when_the_first_gave_up(kit: Kit) -> None:
     assert isinstance(claimed, Claimed)
     await finish(kit, asked(), executor, claimed)
     assert (kit.count("work"), kit.count("taptwice_records")) == (0, 1)
-
-
-def signal_at(kit: Kit, wanted: Callable[[Command[Any]], bool]) -> asyncio.Event:
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    kit.on_command.append(lambda command: wanted(command) and loop.call_soon_threadsafe(event.set))  # type: ignore[func-returns-value]  # a lambda for its effect
-    return event
 
 
 @pytest.mark.parametrize("savepoint", [True, False])

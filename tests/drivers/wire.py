@@ -41,9 +41,7 @@ class Proxy:
         self._server = (parts.hostname or "127.0.0.1", parts.port or 5432)
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        self.url = parts._replace(
-            netloc=f"{parts.username or 'postgres'}@127.0.0.1:{port}", query="sslmode=disable"
-        ).geturl()
+        self.url = parts._replace(netloc=f"{parts.username or 'postgres'}@127.0.0.1:{port}").geturl()
         self.cut: Cut | None = None
         self._seen = Seen()
         self._lock = threading.Lock()
@@ -93,7 +91,7 @@ class Proxy:
                     message, pending = pending[:size], pending[size:]
                     forward += message
                     if not started:
-                        started = _size_of_startup(message) > 16  # not a cancel request
+                        started = size > 16  # the ones before it, which ask for encryption, are shorter
                         continue
                     committing = self._note(message, committing)
                     if committing and message[:1] in b"QS" and self.cut is not None:
@@ -130,16 +128,12 @@ class Proxy:
 
 
 def _size(data: bytes, started: bool) -> int | None:
-    """How long the first message is; None when it is not whole. The startup message alone has no type."""
+    """How long the first message is; None when it is not whole. Before the startup none has a type."""
     head = 1 if started else 0
     if len(data) < head + 4:
         return None
     size = head + int.from_bytes(data[head : head + 4], "big")
     return size if len(data) >= size else None
-
-
-def _size_of_startup(message: bytes) -> int:
-    return int.from_bytes(message[:4], "big")
 
 
 def _end(end: socket.socket) -> None:

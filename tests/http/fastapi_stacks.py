@@ -241,13 +241,13 @@ class Stack:
         """An endpoint of the stack's kind around a handler."""
         if self.blocking:
 
-            def blocking(body: ChargeIn, db: Annotated[Any, Depends(given)]) -> Any:
+            def blocking(body: ChargeIn, db: Any = Depends(given)) -> Any:
                 self.calls += 1
                 return drive(handler(Work(db)))
 
             return blocking
 
-        async def awaiting(body: ChargeIn, db: Annotated[Any, Depends(given)]) -> Any:
+        async def awaiting(body: ChargeIn, db: Any = Depends(given)) -> Any:
             self.calls += 1
             return await handler(Work(db))
 

@@ -31,13 +31,21 @@ FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
 """What asyncpg raises; a timeout is an OSError."""
 
 
-def translated(error: Exception, closed: bool) -> TaptwiceError | None:
+def translated(error: Exception, lost: bool) -> TaptwiceError | None:
     """Our error for an error of asyncpg at a statement of ours."""
     if isinstance(error, asyncpg.PostgresError):
         return sqlstate.ours(error.sqlstate, str(error))
-    if isinstance(error, asyncpg.InterfaceError) and not closed:
+    if isinstance(error, asyncpg.InterfaceError) and not lost:
         return Misuse(f"asyncpg refused: {error}")
     return StoreUnavailable(f"the connection to PostgreSQL failed: {error or type(error).__name__}")
+
+
+def is_lost(connection: Any) -> bool:
+    """A pool takes a connection that was lost back by itself, and every method of its proxy raises then."""
+    try:
+        return bool(connection.is_closed())
+    except asyncpg.InterfaceError:
+        return True
 
 
 @contextmanager
@@ -55,7 +63,7 @@ def asking(connection: Any) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        if (known := translated(error, connection.is_closed())) is not None:
+        if (known := translated(error, is_lost(connection))) is not None:
             raise known from error
         raise
 
@@ -66,7 +74,7 @@ def committing(connection: Any) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        if connection.is_closed() or not isinstance(error, asyncpg.PostgresError):
+        if is_lost(connection) or not isinstance(error, asyncpg.PostgresError):
             raise CommitUnknown from error
         # A transaction that is still there was not refused at COMMIT: a statement of ours in front failed.
         refused = not connection.is_in_transaction()
@@ -178,12 +186,13 @@ class AsyncpgExecutor(Awaiting):
     async def rollback(self, command: plan.Rollback) -> None:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
-        if connection is None or transaction is None or connection.is_closed():
+        if connection is None or transaction is None or is_lost(connection):
             return
         try:
             await transaction.rollback()
         except BaseException as error:
-            connection.terminate()
+            if not is_lost(connection):
+                connection.terminate()
             if not isinstance(error, Exception):
                 raise
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)

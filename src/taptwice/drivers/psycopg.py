@@ -179,11 +179,14 @@ class PsycopgExecutor(Blocking):
     def rollback(self, command: plan.Rollback) -> None:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
-        if connection is None or transaction is None or connection.closed:
+        if connection is None or connection.closed:
             return
         try:
-            undoing = psycopg.Rollback()
-            transaction.__exit__(type(undoing), undoing, None)
+            if transaction is not None:
+                undoing = psycopg.Rollback()
+                transaction.__exit__(type(undoing), undoing, None)
+            elif self._take is not None:
+                connection.rollback()  # a statement in front of COMMIT failed: that was never carried out
         except Exception:
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
             connection.close()

@@ -199,8 +199,11 @@ class SqlalchemyExecutor(Blocking):
         if self._connection is None:
             if self._take is None:
                 raise Misuse(GIVEN_BACK)
-            with self._asking():
-                self._connection = self._take()
+            try:
+                with self._asking():
+                    self._connection = self._take()
+            except OSError as error:  # asyncpg's, which SQLAlchemy lets through
+                raise StoreUnavailable(f"no connection to the database: {error}") from error
         self._check_transactional()
         with self._asking():
             self.connection.begin()

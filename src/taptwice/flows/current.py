@@ -21,6 +21,8 @@ class Current:
     """The executor of the open transaction; None before it is open and after it ended."""
     returned: bool = False
     """The handler came to its end, and its work is to be kept."""
+    made: list[Any] = field(default_factory=list, repr=False)
+    """Sessions that were made before the claim, to work in its transaction later."""
     earlier: list[Any] = field(default_factory=list, repr=False)
     """Sessions that were used before the claim; their transactions are ended when it begins."""
     strays: list[str] = field(default_factory=list)

@@ -21,12 +21,11 @@ from taptwice.core.model import Answer
 from taptwice.core.plan import Begin, Command, Flush, Now, Plan, Sleep, Together, arun, run
 from taptwice.core.policy import Policy, changed
 from taptwice.drivers import system
-from taptwice.errors import Misuse, RequestIncomplete, RequestTooLarge, TaptwiceError
-from taptwice.events import logger
+from taptwice.errors import Misuse, RequestIncomplete, TaptwiceError
 from taptwice.flows.current import current
 from taptwice.flows.retention import sweeping
-from taptwice.http.edge import Conclude, Holding, Message, Pass, messages_of
-from taptwice.http.exchange import Exchange, NotSaved, Request, Settings, State
+from taptwice.http.edge import Conclude, Holding, Message, Pass, Reading, messages_of
+from taptwice.http.exchange import Exchange, NotSaved, RawHeaders, Request, Settings, State
 from taptwice.http.gate import AsyncGate, gate_key
 
 Scope = MutableMapping[str, Any]
@@ -87,19 +86,19 @@ class Driven:
             return system.now()
         if isinstance(command, Sleep):
             return await system.asleep(command.seconds)
-        return await self.call(self._threads.execute(self.executor, command))
+        return await self.call(self._threads.execute, self.executor, command)
 
     async def finish(self, plan: Plan[Result]) -> Result:
         """Drive a plan that takes no connection."""
         if not self._blocking:
             await self._idle()
             return await arun(plan, self.execute)
-        return await self.call(self._threads.finish(self.executor, plan))
+        return await self.call(self._threads.finish, self.executor, plan)
 
-    async def call(self, working: Awaitable[Result]) -> Result:
+    async def call(self, work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
         """Await what works in a thread: nobody touches the connection before it is done."""
         await self._idle()
-        self._busy = asyncio.ensure_future(working)
+        self._busy = asyncio.ensure_future(work(*arguments))
         return await asyncio.shield(self._busy)
 
     async def _idle(self) -> None:
@@ -119,13 +118,8 @@ class Conducted:
 
     @property
     def handle(self) -> Any:
-        """What the handler works on. Raises `Misuse` outside the claim."""
-        if not self.exchange.open:
-            raise Misuse(
-                "the claim's connection is used outside the keyed handler: before the claim (a login should "
-                "read through a connection of its own) or after the answer"
-            )
-        return self.exchange.executor.handle
+        """As `Exchange.handle`."""
+        return self.exchange.handle
 
     @property
     def driven(self) -> Driven:
@@ -142,9 +136,9 @@ class Conducted:
     async def _execute(self, command: Command[Any]) -> Any:
         return await self.driven.execute(command)
 
-    async def call(self, working: Awaitable[Result]) -> Result:
+    async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Await a handler that works in a thread."""
-        return await self.driven.call(working)
+        return await self.driven.call(work)
 
     async def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
@@ -208,21 +202,17 @@ class AsgiSettings(Settings):
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         headers = tuple(scope["headers"])
         request = Request(scope["method"], raw_path.partition(b"?")[0], route, scope["query_string"], headers)
-        keyed = read or policy.key_pointer is not None or any(request.has(name) for name in policy.key.names)
-        if not keyed:
+        if not (read or request.may_be_keyed(policy)):
             await self._through(app, Exchange(self, policy, request), scope, receive, send)
             return
         async with AsyncExitStack() as turn:
             try:
-                # The body first: whoever's connection dies while he sends must not keep his own retry waiting.
+                # The body first: a connection that dies while it sends must keep no retry waiting.
                 body = await read_body(receive, headers, policy.request_max_body)
                 key = gate_key(request.method, request.path, headers, policy.key.names)
                 pass_on = await turn.enter_async_context(self.gate.turn(key, policy.wait_s))
             except TaptwiceError as error:
-                exchange = Exchange(self, policy, request)
-                answer = exchange.refusal(error)
-                exchange.emit()
-                for message in messages_of(answer):
+                for message in messages_of(self.refused(policy, request, error)):
                     await send(message)
                 return
             exchange = Exchange(self, policy, dataclasses.replace(request, body=body))
@@ -309,37 +299,24 @@ class Outgoing:
         exchange = self._conducted.exchange
         if not exchange.open:
             return False
-        if isinstance(error, Exception) and exchange.policy.save == "all-after-start":
-            logger.error("unhandled error in %s", exchange.request.route, exc_info=error)
-            exchange.raised = True
-            answer = exchange.unhandled()
+        answer = exchange.unhandled(error)
+        if answer is not None:
             await self._conclude(answer, messages_of(answer))
             return True
         await self._conducted.abandon()
         return False
 
 
-async def read_body(receive: Receive, headers: tuple[tuple[bytes, bytes], ...], limit: int) -> bytes:
+async def read_body(receive: Receive, headers: RawHeaders, limit: int) -> bytes:
     """The whole body. Raises `RequestTooLarge`, and `RequestIncomplete` when it ends too early."""
-    too_large = RequestTooLarge(f"The request body is larger than {limit} bytes.")
-    sent = {name.lower(): value for name, value in headers}
-    announced = sent.get(b"content-length", b"")
-    length = int(announced[:19]) if announced.isdigit() else 0  # 19 digits are too large for anybody
-    if length > limit:
-        raise too_large
-    body = bytearray()
+    reading = Reading(headers, limit)
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise RequestIncomplete
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
+        reading.feed(message.get("body", b""))
         if not message.get("more_body", False):
-            break
-    if len(body) < length and b"content-encoding" not in sent:  # encoded: somebody has decoded it for us
-        raise RequestIncomplete
-    return bytes(body)
+            return reading.end()
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:
@@ -361,7 +338,7 @@ def conducted_in(scope: Scope) -> Conducted:
     found: Conducted | None = scope.get(SCOPE_KEY)
     if found is None:
         raise Misuse(
-            f"{scope.get('method', '')} {scope.get('path', '')} is marked as keyed, and no edge is around it: "
+            f"{scope.get('method', '')} {scope.get('path', '')} is marked as keyed, with no edge around it: "
             "in FastAPI use APIRouter(route_class=IdempotentRoute), in Starlette "
             "Route(…, middleware=[Middleware(once.Edge)])"
         )

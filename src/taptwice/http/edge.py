@@ -13,6 +13,8 @@ from typing import Any
 
 from taptwice.core.model import Answer, Headers
 from taptwice.core.policy import Policy
+from taptwice.errors import RequestIncomplete, RequestTooLarge
+from taptwice.http.exchange import RawHeaders
 
 Message = Mapping[str, Any]
 
@@ -92,6 +94,35 @@ class Holding:
     def _tombstone(self, *messages: Message) -> Conclude:
         self._concluded = True
         return Conclude(answer_of(messages[0], None), messages)
+
+
+class Reading:
+    """One request body on its way in. `length` is what was announced; 0 where nothing was."""
+
+    def __init__(self, headers: RawHeaders, limit: int) -> None:
+        sent = {name.lower(): value for name, value in headers}
+        announced = sent.get(b"content-length", b"")
+        self.length = int(announced[:19]) if announced.isdigit() else 0  # 19 digits are too large for anybody
+        # Encoded: somebody may have decoded it for us.
+        self._may_be_shorter = b"content-encoding" in sent
+        self._limit = limit
+        self._body = bytearray()
+        self._check(self.length)
+
+    def _check(self, length: int) -> None:
+        if length > self._limit:
+            raise RequestTooLarge(f"The request body is larger than {self._limit} bytes.")
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next part. Raises `RequestTooLarge`."""
+        self._body += chunk
+        self._check(len(self._body))
+
+    def end(self) -> bytes:
+        """The whole. Raises `RequestIncomplete`."""
+        if len(self._body) < self.length and not self._may_be_shorter:
+            raise RequestIncomplete
+        return bytes(self._body)
 
 
 def answer_of(start: Message, body: bytes | None) -> Answer:

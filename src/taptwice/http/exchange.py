@@ -35,7 +35,7 @@ from taptwice.errors import (
     TaptwiceError,
     Torn,
 )
-from taptwice.events import Event, Listener, Outcome, emit
+from taptwice.events import Event, Listener, Outcome, emit, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current
 from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
@@ -71,6 +71,10 @@ class Request:
     def has(self, name: str) -> bool:
         wanted = name.lower().encode("latin-1")
         return any(known.lower() == wanted for known, _ in self.headers)
+
+    def may_be_keyed(self, policy: Policy) -> bool:
+        """False: it passes without being read or queued."""
+        return policy.key_pointer is not None or any(map(self.has, policy.key.names))
 
 
 class Settings:
@@ -120,6 +124,13 @@ class Settings:
         """An account or a key as it may stand in events: hashed, unless told otherwise."""
         return value if self.show else key_hash(value)
 
+    def refused(self, policy: Policy, request: Request, error: TaptwiceError) -> Answer:
+        """The answer to a request that does not come as far as its claim."""
+        exchange = Exchange(self, policy, request)
+        answer = exchange.refusal(error)
+        exchange.emit()
+        return answer
+
 
 class State(Enum):
     NEW = "new"
@@ -161,6 +172,16 @@ class Exchange:
         """Whether a transaction of ours is under way."""
         return self.state in (State.CLAIMED, State.UNPROTECTED)
 
+    @property
+    def handle(self) -> Any:
+        """What the handler works on. Raises `Misuse` outside the claim."""
+        if not self.open:
+            raise Misuse(
+                "the claim's connection is used outside the keyed handler: before the claim (a login should "
+                "read through a connection of its own) or after the answer"
+            )
+        return self.executor.handle
+
     # --- claim ---------------------------------------------------------------------------------
 
     def claim(self, account: str | None) -> Plan[Answer | None]:
@@ -173,7 +194,7 @@ class Exchange:
         try:
             asked = self._ask(account)
             self.executor = self.settings.source.open()
-            if self.current.earlier:
+            if self.current.earlier and hasattr(self.executor, "settle_first"):
                 self.executor.settle_first(self.current.earlier)
             if asked is None:
                 yield from self._open_unprotected()
@@ -264,6 +285,8 @@ class Exchange:
         self.state = state
         # Published only once it is open: whoever sees it may use it.
         self.current.executor = self.executor
+        for session in self.current.made:
+            session.join_claim()
 
     # --- conclude ------------------------------------------------------------------------------
 
@@ -344,8 +367,12 @@ class Exchange:
             headers = (*headers, ("Retry-After", retry_after(self.policy.retry_after)))
         return Answer(status, (*headers, ("Cache-Control", "no-store")), body)
 
-    def unhandled(self) -> Answer:
-        """The edge's own 500, for the profile that saves it."""
+    def unhandled(self, error: BaseException) -> Answer | None:
+        """The edge's own 500, where the policy saves it; None: the error is to go on."""
+        if self.policy.save != "all-after-start" or not isinstance(error, Exception):
+            return None
+        logger.error("unhandled error in %s", self.request.route, exc_info=error)
+        self.raised = True
         status, headers, body = problem(TaptwiceError(), base=self.settings.problems)
         return Answer(status, headers, body)
 

@@ -47,7 +47,7 @@ class Keyed:
         self.once = once
         self.policy = policy
 
-    def __call__(self, request: Request) -> None:
+    async def __call__(self, request: Request) -> None:  # async: FastAPI runs a blocking one in a thread
         if request.method in self.policy.methods and (
             conducted_in(request.scope).exchange.policy is not self.policy
         ):

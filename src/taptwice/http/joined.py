@@ -42,6 +42,19 @@ def joining(base: type[Session]) -> type[Session]:
     if base not in _classes:
 
         class Joined(base):  # type: ignore[valid-type, misc]  # a class made from the user's own
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                under_way = current.get()
+                if under_way is not None and not self.join_claim():
+                    under_way.made.append(self)
+
+            def join_claim(self) -> bool:
+                """Belong to the open claim from now on: what is only add()ed is flushed and kept with it."""
+                executor = _open_executor(self.bind)
+                if executor is not None:
+                    executor.adopt(self)
+                return executor is not None
+
             def get_bind(self, *arguments: Any, **options: Any) -> Engine | Connection:
                 own: Engine | Connection = super().get_bind(*arguments, **options)
                 executor = _open_executor(own)

@@ -207,7 +207,7 @@ async def claim_and_call(
         return response_of(answer)
     exchange = conducted.exchange
     try:
-        result = await (call() if is_async else conducted.call(call()))
+        result = await (call() if is_async else conducted.call(call))
         await conducted.flush()
     except NotSaved as refused:
         exchange.not_saved = True

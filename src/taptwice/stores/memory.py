@@ -178,7 +178,7 @@ class MemoryExecutor:
         return time.monotonic()
 
     def _sleep(self, command: plan.Sleep) -> None:
-        self.database.changed.wait(command.seconds)
+        _ = self.database.changed.wait(command.seconds)
 
     def _begin(self, command: plan.Begin) -> None:
         if self._transaction is not None:
@@ -208,7 +208,7 @@ class MemoryExecutor:
         if self._transaction is None or not self._transaction.marks:
             raise Torn
         with self.statement() as transaction:
-            transaction.marks.pop()
+            _ = transaction.marks.pop()
 
     def _commit(self, command: plan.Commit) -> None:
         if self._transaction is None:
