@@ -64,7 +64,7 @@ HEADERS = {"Idempotency-Key": "8e03978e-40d5-43e8-bc93-6894a57f9324", "Authoriza
 
 
 def test_there_are_examples() -> None:
-    assert {page.name for page, _ in (example.values for example in EXAMPLES)} >= {"README.md"}
+    assert any(str(example.id).startswith("README") for example in EXAMPLES)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

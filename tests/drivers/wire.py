@@ -93,17 +93,16 @@ class Proxy:
                     if not started:
                         started = size > 16  # the ones before it, which ask for encryption, are shorter
                         continue
-                    committing = self._note(message, committing)
-                    if committing and message[:1] in b"QS" and self.cut is not None:
-                        cut, self.cut = self.cut, None
-                        if cut == "after":
-                            lost.set()
-                            server.sendall(forward)
-                        else:
-                            _end(server)
-                            _end(client)
-                        forward = b""
+                    committing |= self._note(message)
+                    if committing and self.cut == "before":
+                        self.cut, forward = None, b""
+                        _end(server)
+                        _end(client)
+                        return
                     if message[:1] in b"QS":
+                        if committing and self.cut == "after":
+                            self.cut = None
+                            lost.set()
                         committing = False
                 if forward:
                     server.sendall(forward)
@@ -117,14 +116,15 @@ class Proxy:
                 client.sendall(chunk)
         _end(client)
 
-    def _note(self, message: bytes, committing: bool) -> bool:
+    def _note(self, message: bytes) -> bool:
+        """Count a message; whether it is, or prepares, a COMMIT."""
         kind = message[:1]
         commits = kind in b"QP" and b"COMMIT" in message
         with self._lock:
             self._seen.trips += kind in b"QS"
             self._seen.statements += kind in b"QE"
             self._seen.commits += commits
-        return committing or commits
+        return commits
 
 
 def _size(data: bytes, started: bool) -> int | None:

@@ -227,6 +227,10 @@ class Stack:
         """The statuses of the answers that were saved."""
         return self.rows("SELECT status FROM taptwice_records ORDER BY created_at, id")
 
+    def erase(self) -> None:
+        with psycopg.connect(self.place) as pg:
+            pg.execute("DELETE FROM charges")
+
     # --- applications ------------------------------------------------------------------------------
 
     def once(self, **settings: Any) -> Idempotency:

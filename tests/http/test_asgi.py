@@ -615,15 +615,21 @@ async def test_everything_is_saved_once_the_handler_began_where_that_is_the_poli
 
 
 async def test_a_slow_reader_keeps_no_duplicate_waiting(small: Shop) -> None:
-    let_go = asyncio.Event()
-    app = keyed(small)
-    slow = asyncio.create_task(call(app, on_send=lambda message: let_go.wait()))
-    again = await call(app, wait="60s")
-    assert again.replayed
-    third = asyncio.create_task(call(app, on_send=lambda message: let_go.wait()))  # a replay reads slowly too
-    assert (await call(app)).replayed
+    reading, let_go = asyncio.Event(), asyncio.Event()
+
+    async def slowly(message: Any) -> None:
+        reading.set()
+        await let_go.wait()
+
+    app = keyed(small, wait="60s")
+    slow = []
+    for _ in range(2):  # a first answer, then a replay
+        slow.append(asyncio.create_task(call(app, on_send=slowly)))
+        await reading.wait()
+        reading.clear()
+        assert (await call(app)).replayed
     let_go.set()
-    await asyncio.gather(slow, third)
+    await asyncio.gather(*slow)
 
 
 async def test_a_client_that_dies_while_it_sends_keeps_no_retry_waiting(small: Shop) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import httpx2
 import pytest
 from fastapi import FastAPI
 from sqlalchemy import text
@@ -126,7 +125,7 @@ async def test_the_holder_needs_a_second_connection_while_duplicates_wait(
     await small.close()
 
 
-@on()
+@on(*POSTGRES)
 async def test_no_wait(stack: Stack) -> None:
     door = Door()
     clients = [stack.client(behind(stack, door), stack.once(), wait=0) for _ in range(2)]
@@ -258,7 +257,8 @@ async def test_a_timeout_outside_during_the_handler(stack: Stack, kind: str) -> 
         if stack.blocking:
             door.open()  # a thread is waited for: it has the connection
         assert (await late).status_code == 504
-        assert (stack.rows(), stack.saved(), stack.borrowed()) == ([], [], 0)
+        await until(lambda: stack.borrowed() == 0)
+        assert (stack.rows(), stack.saved()) == ([], [])
         door.open()
         again = await client.charge()
     assert (again.status_code, replayed(again)) == (201, False)
@@ -302,14 +302,14 @@ async def test_requests_cancelled_at_random_moments(stack: Stack, kind: str) -> 
     app = stack.app(handler)
     outcomes: list[int | str] = []
 
-    async def one(client: httpx2.AsyncClient, key: str, patience: float) -> None:
+    async def one(client: Client, key: str, patience: float) -> None:
         if kind == "anyio":
             with anyio.move_on_after(patience) as scope:
-                outcomes.append((await client.post("/charges", json={}, headers=headers(key))).status_code)
+                outcomes.append((await client.charge(key)).status_code)
             if scope.cancelled_caught:
                 outcomes.append("cancelled")
             return
-        request = asyncio.create_task(client.post("/charges", json={}, headers=headers(key)))
+        request = asyncio.create_task(client.charge(key))
         await asyncio.wait([request], timeout=patience)
         request.cancel()
         try:
@@ -333,10 +333,6 @@ async def test_requests_cancelled_at_random_moments(stack: Stack, kind: str) -> 
         retried = [await client.charge(key) for key in keys]
         assert {answer.status_code for answer in retried} == {201}
     assert len(stack.rows()) == len(stack.saved()) == total + 1
-
-
-def headers(key: str) -> dict[str, str]:
-    return {"idempotency-key": key}
 
 
 @on("sqlite-sqlalchemy-async", "sqlalchemy-asyncpg", "sqlalchemy-psycopg")
@@ -380,7 +376,8 @@ def check_then_insert(stack: Stack) -> FastAPI:
 async def test_the_control_passes_in_sequence_and_fails_at_once(stack: Stack) -> None:
     async with Client(check_then_insert(stack)) as client:
         assert len({(await client.charge()).content for _ in range(5)}) == 1
-    assert len(stack.rows()) == 1
+    assert stack.rows() == [5]
+    stack.erase()
     async with Client(check_then_insert(stack)) as client:
         await asyncio.gather(*(client.charge() for _ in range(20)))
-    assert len(stack.rows()) > 2, "a test that this passes would prove nothing"
+    assert len(stack.rows()) > 1, "a test that this passes would prove nothing"

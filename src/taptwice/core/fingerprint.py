@@ -266,7 +266,7 @@ def _json_pieces(tree: object) -> Iterator[bytes]:
             else:
                 raise TypeError(f"{type(value).__name__} is not JSON")
         else:
-            stack.pop()
+            del stack[-1]
 
 
 def _in_order(members: dict[object, object]) -> Iterator[object]:

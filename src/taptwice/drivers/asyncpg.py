@@ -27,8 +27,8 @@ BY_NAME = sql.statements("postgresql")
 LARGEST_LITERAL = 65_536
 """Bytes of a body up to which writing it out in hexadecimal is cheaper than a round trip."""
 
-FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
-"""What asyncpg raises; a timeout is an OSError."""
+FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+"""What asyncpg raises; a timeout is an OSError, and a connection may be lost at any of its inner states."""
 
 
 def translated(error: Exception, lost: bool) -> TaptwiceError | None:
@@ -169,6 +169,8 @@ class AsyncpgExecutor(Awaiting):
     async def _save_and_commit(self, insert: plan.Query) -> None:
         """INSERT and COMMIT in one trip. After `Torn`, `commit` commits whatever transaction is open."""
         connection = self.handle
+        if is_lost(connection):
+            raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT was sent")
         if not connection.is_in_transaction():
             raise Torn
         with committing(connection):

@@ -32,9 +32,18 @@ AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 def translated(error: psycopg.Error) -> TaptwiceError | None:
     """Our error for an error of psycopg at a statement of ours."""
+    error = first_of(error)
     if isinstance(error, psycopg.ProgrammingError | psycopg.InterfaceError) and error.sqlstate is None:
         return Misuse(f"psycopg refused: {error}")
     return sqlstate.ours(error.sqlstate, str(error))
+
+
+def first_of(error: psycopg.Error) -> psycopg.Error:
+    """The error that aborted a pipeline; psycopg may raise that of a later statement, which it aborted."""
+    first = error.__context__
+    if isinstance(error, psycopg.errors.PipelineAborted) and isinstance(first, psycopg.Error):
+        return first_of(first)
+    return error
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class SqliteExecutor(Blocking):
             except sqlite3.Error as error:
                 raise StoreUnavailable(f"SQLite: {error}") from error
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
-            self._connection.isolation_level = None
+            with asking():
+                self._connection.isolation_level = None
         self._waiting(command.wait, "BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:

@@ -7,6 +7,7 @@ started inside a request and outlives it sees a closed one, and joins nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,10 @@ class Current:
     strays: list[str] = field(default_factory=list)
     """Work that was seen going to another session."""
 
+
+before_claims: list[Callable[[Any], None]] = []
+"""Told of joining sessions that are made or used outside any claim: where a login runs outside the edge, the
+edge must find its sessions."""
 
 current: ContextVar[Current | None] = ContextVar("taptwice_current", default=None)
 

@@ -98,12 +98,14 @@ class Driven:
     async def call(self, work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
         """Await what works in a thread: nobody touches the connection before it is done."""
         await self._idle()
-        self._busy = asyncio.ensure_future(work(*arguments))
-        return await asyncio.shield(self._busy)
+        busy = self._busy = asyncio.ensure_future(work(*arguments))
+        return await asyncio.shield(busy)
 
     async def _idle(self) -> None:
-        if self._busy is not None and not self._busy.done():
+        if self._busy is not None:
             await asyncio.wait([self._busy])
+            self._busy.cancelled() or self._busy.exception()  # seen, also where nobody awaits it any more
+            self._busy = None
 
 
 class Conducted:
@@ -114,6 +116,7 @@ class Conducted:
         self.pass_on = pass_on
         self._threads = threads
         self._driven: Driven | None = None
+        self._claiming: asyncio.Future[Any] | None = None
         self._ended: asyncio.Future[Any] | None = None
 
     @property
@@ -131,7 +134,14 @@ class Conducted:
 
     async def claim(self, account: str | None) -> Answer | None:
         """As `Exchange.claim`; waits without holding a thread or a connection."""
-        return await arun(self.exchange.claim(account), self._execute)
+        claiming = asyncio.ensure_future(arun(self.exchange.claim(account), self._execute))
+        self._claiming = claiming
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            # Once: however often the request is cancelled, what the claim has begun is given back undisturbed.
+            claiming.cancel()
+            raise
 
     async def _execute(self, command: Command[Any]) -> Any:
         return await self.driven.execute(command)
@@ -162,6 +172,8 @@ class Conducted:
     async def _end(self, plan: Plan[Result]) -> Result:
         # A task of its own: whoever cancels the request, however often, does not interrupt this.
         try:
+            if self._claiming is not None:
+                await asyncio.wait([self._claiming])
             return await self.driven.finish(plan)
         finally:
             self.pass_on()  # a slow reader or a background task keeps no duplicate waiting

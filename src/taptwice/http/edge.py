@@ -109,6 +109,11 @@ class Reading:
         self._body = bytearray()
         self._check(self.length)
 
+    @property
+    def missing(self) -> int:
+        """How much of the announced length is still to come."""
+        return self.length - len(self._body)
+
     def _check(self, length: int) -> None:
         if length > self._limit:
             raise RequestTooLarge(f"The request body is larger than {self._limit} bytes.")

@@ -103,14 +103,9 @@ class ThreadGate:
         """As `AsyncGate.turn`."""
         with self._changed:
             if key in self._taken:
-                if wait <= 0 or self._waiting >= self._most_waiting:
-                    raise InFlight
-                self._waiting += 1
-                try:
-                    if not self._changed.wait_for(lambda: key not in self._taken, wait):
+                with self.waiting():
+                    if wait <= 0 or not self._changed.wait_for(lambda: key not in self._taken, wait):
                         raise InFlight
-                finally:
-                    self._waiting -= 1
             self._taken.add(key)
         try:
             yield
@@ -118,3 +113,16 @@ class ThreadGate:
             with self._changed:
                 self._taken.discard(key)
                 self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around whatever makes a thread wait. Raises `InFlight` when half of them do already."""
+        with self._changed:
+            if self._waiting >= self._most_waiting:
+                raise InFlight
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from taptwice.errors import Misuse
-from taptwice.flows.current import current
+from taptwice.flows.current import before_claims, current
 
 Maker = TypeVar("Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
@@ -37,6 +38,11 @@ def _open_executor(engine: object) -> Any:
     return executor if executor.connection.engine is engine else None
 
 
+def _tell(session: Session) -> None:
+    for told in before_claims:
+        told(session)
+
+
 def joining(base: type[Session]) -> type[Session]:
     """The class of sessions that join; one for each base."""
     if base not in _classes:
@@ -45,15 +51,23 @@ def joining(base: type[Session]) -> type[Session]:
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
                 under_way = current.get()
-                if under_way is not None and not self.join_claim():
+                if under_way is None:
+                    _tell(self)
+                elif not self.join_claim():
                     under_way.made.append(self)
 
             def join_claim(self) -> bool:
                 """Belong to the open claim from now on: what is only add()ed is flushed and kept with it."""
-                executor = _open_executor(self.bind)
+                executor = _open_executor(self._usual_bind())
                 if executor is not None:
                     executor.adopt(self)
                 return executor is not None
+
+            def _usual_bind(self) -> Any:
+                try:
+                    return super().get_bind()
+                except UnboundExecutionError:  # every class has a bind of its own
+                    return None
 
             def get_bind(self, *arguments: Any, **options: Any) -> Engine | Connection:
                 own: Engine | Connection = super().get_bind(*arguments, **options)
@@ -63,13 +77,15 @@ def joining(base: type[Session]) -> type[Session]:
                     connection: Connection = executor.connection
                     return connection
                 under_way = current.get()
-                if under_way is not None and self not in under_way.earlier:
+                if under_way is None:
+                    _tell(self)
+                elif self not in under_way.earlier:
                     under_way.earlier.append(self)
                 return own
 
             def close(self) -> None:
                 under_way = current.get()
-                if under_way is not None and under_way.returned and _open_executor(self.bind) is not None:
+                if under_way is not None and under_way.returned and _open_executor(self._usual_bind()):
                     # Closed between the handler's return and the answer: what it did is to be kept.
                     self.commit()
                 super().close()
