@@ -45,7 +45,7 @@ def main() -> int:
         facts = machine.facts(url)
         print(*facts, "", sep="\n", flush=True)
         sections: dict[str, Callable[[], list[Result]]] = {
-            "driver": lambda: driver.section(url, 3 if quick else 9, 0.1 if quick else 0.8),
+            "driver": lambda: driver.section(url, 3 if quick else 7, 0.1 if quick else 0.4),
             "http": lambda: http.section(url, quick),
             "counts": lambda: counts.section(url),
             "size": lambda: size.bytes_a_key(url, 2_000 if quick else 20_000),

@@ -162,7 +162,7 @@ def _plan(clients: int, quick: bool) -> tuple[int, float]:
     """Rounds, and seconds of each."""
     if quick:
         return 2, 0.4
-    return (7, 1.5) if clients == 16 else (3, 1.5)
+    return (7, 1.0) if clients == 16 else (3, 0.8)
 
 
 def _stack(url: str, load: Load, stack: str, words: str, quick: bool) -> list[Result]:

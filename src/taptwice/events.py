@@ -63,8 +63,11 @@ _LEVELS = {
 
 def log(event: Event) -> None:
     """The listener that is always there: one line an event on the logger ``taptwice``."""
+    level = _LEVELS.get(event.outcome, logging.INFO)
+    if not logger.isEnabledFor(level):
+        return
     logger.log(
-        _LEVELS.get(event.outcome, logging.INFO),
+        level,
         "idempotency key %s: %s%s%s",
         event.outcome.value,
         event.route or "-",

@@ -24,7 +24,7 @@ executes commands of his own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
@@ -60,6 +60,7 @@ __all__ = [
     "driving",
     "every",
     "interleavings",
+    "point",
 ]
 
 
@@ -313,6 +314,25 @@ def _outcome(attempt: Callable[[Faulty], Any], fate: Fate) -> Any:
         return attempt(lambda target: _faulty(target, fate))
     except (Exception, Crash) as error:
         return error
+
+
+# --- named points -----------------------------------------------------------------------------------------
+
+
+watching: Callable[[str], Awaitable[None]] | None = None
+"""Called at every `point` of the process, with its name; None, as in production: nobody watches."""
+
+
+async def point(name: str) -> None:
+    """A named place in a handler, where a test may stop it, make it fail or kill its process.
+
+        await point("between_effects")
+
+    It does nothing unless somebody set `taptwice.faults.watching`. On a blocking driver whoever watches
+    blocks, and this never suspends.
+    """
+    if watching is not None:
+        await watching(name)
 
 
 # --- interleavings ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,8 @@ class Kit:
             return executor.execute(command)
 
         if self.blocking:
-            return await asyncio.to_thread(run, plan, noting)
+            result: Result = await called(run, plan, noting)
+            return result
         return await arun(plan, noting)
 
     # --- the user's side --------------------------------------------------------------------------------
@@ -121,19 +123,31 @@ class Kit:
         return int(number)
 
 
+THREADS = ThreadPoolExecutor(64, thread_name_prefix="kits")
+
+
 async def called(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Where a blocking call may wait for another task of the same test."""
-    return await asyncio.to_thread(call, *arguments)
+    """A blocking call, in a thread: it may wait for another task of the same test.
+
+    The event loop's own threads are too few: those who wait for a key would leave none to who holds it.
+    """
+    return await asyncio.get_running_loop().run_in_executor(THREADS, call, *arguments)
 
 
 # --- SQLite -------------------------------------------------------------------------------------------------
 
 
+class Enforcing(sqlite3.Connection):
+    """A connection that checks foreign keys, which SQLite does only when told to."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.execute("PRAGMA foreign_keys = ON")
+
+
 class SqliteKit(Kit):
     def connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.place, check_same_thread=False, isolation_level=None)
-        connection.execute("PRAGMA foreign_keys = ON")
-        return connection
+        return sqlite3.connect(self.place, check_same_thread=False, isolation_level=None, factory=Enforcing)
 
     async def start(self) -> None:
         self.source = sqlite_driver.connecting(self.connect)
@@ -158,12 +172,7 @@ class SqliteKit(Kit):
 
 class AiosqliteKit(Kit):
     async def start(self) -> None:
-        async def connect() -> aiosqlite.Connection:
-            connection = await aiosqlite.connect(self.place)
-            await connection.execute("PRAGMA foreign_keys = ON")
-            return connection
-
-        self.source = aiosqlite_driver.connecting(connect)
+        self.source = aiosqlite_driver.connecting(lambda: aiosqlite.connect(self.place, factory=Enforcing))
 
     async def stop(self) -> None:
         pass

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Command, Commit, Sleep, Together
+from taptwice.core.plan import Begin, Command, Commit, Plan, Savepoint, Script, Sleep, Together, ask
 from taptwice.errors import InFlight, KeyReused, Misuse
 from taptwice.flows import transaction
 from taptwice.flows.transaction import (
+    Asked,
     Claimed,
     Concluded,
     Replayed,
     abandon,
 )
-from tests.drivers.kits import DONE, Kit, asked, claim, finish, on_all, one_charge, signal_at
-
-pytestmark = on_all
+from taptwice.stores.sql import SqlStore
+from tests.drivers.kits import DONE, Kit, asked, claim, finish, on_all, on_postgres, one_charge, signal_at
 
 ANSWERS = {
     "json": Answer(201, (("content-type", "application/json"), ("x", "1"), ("x", "2")), b'{"a":1}'),
@@ -38,6 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transaction, "TURN", 0.1)
 
 
+@on_all
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 async def test_the_answer_is_saved_with_the_work_and_replayed_to_the_byte(kit: Kit, answer: Answer) -> None:
     assert await one_charge(kit, asked(), answer) == Concluded(answer)
@@ -49,6 +50,7 @@ async def test_the_answer_is_saved_with_the_work_and_replayed_to_the_byte(kit: K
     assert kit.count("work") == 1
 
 
+@on_all
 async def test_many_claims_one_after_the_other(kit: Kit) -> None:
     """More than the pool has connections, and more than any driver runs before it prepares a statement."""
     for number in range(12):
@@ -57,12 +59,14 @@ async def test_many_claims_one_after_the_other(kit: Kit) -> None:
     assert (kit.count("work"), kit.count("taptwice_records")) == (12, 12)
 
 
+@on_all
 async def test_another_request_with_the_same_key_is_refused(kit: Kit) -> None:
     await one_charge(kit, asked())
     with pytest.raises(KeyReused):
         await claim(kit, asked(request="another"))
 
 
+@on_all
 async def test_a_claim_that_is_held_answers_at_once_to_who_does_not_wait(kit: Kit, impatient: None) -> None:
     executor, claimed = await claim(kit, asked())
     with pytest.raises(InFlight):
@@ -70,6 +74,7 @@ async def test_a_claim_that_is_held_answers_at_once_to_who_does_not_wait(kit: Ki
     assert await finish(kit, asked(), executor, claimed) == Concluded(DONE)
 
 
+@on_all
 async def test_who_waits_gets_the_answer_of_the_first(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -85,6 +90,7 @@ async def test_who_waits_gets_the_answer_of_the_first(kit: Kit) -> None:
     assert kit.count("work") == 1
 
 
+@on_all
 async def test_who_waits_does_the_work_when_the_first_gave_up(kit: Kit) -> None:
     executor, _ = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -100,6 +106,7 @@ async def test_who_waits_does_the_work_when_the_first_gave_up(kit: Kit) -> None:
     assert (kit.count("work"), kit.count("taptwice_records")) == (0, 1)
 
 
+@on_all
 @pytest.mark.parametrize("savepoint", [True, False])
 async def test_undo_saves_the_answer_without_the_work(kit: Kit, savepoint: bool) -> None:
     executor, claimed = await claim(kit, asked(savepoint=savepoint))
@@ -108,12 +115,14 @@ async def test_undo_saves_the_answer_without_the_work(kit: Kit, savepoint: bool)
     assert (kit.count("work"), kit.count("taptwice_records")) == (0, 1)
 
 
+@on_all
 async def test_undo_without_any_work(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     assert await finish(kit, asked(), executor, claimed, undo=True) == Concluded(DONE)
     assert kit.count("taptwice_records") == 1
 
 
+@on_all
 async def test_without_a_savepoint(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked(savepoint=False))
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -121,6 +130,7 @@ async def test_without_a_savepoint(kit: Kit) -> None:
     assert (kit.count("work"), kit.count("taptwice_records")) == (1, 1)
 
 
+@on_all
 async def test_abandon_leaves_nothing_and_frees_the_key(kit: Kit) -> None:
     executor, _ = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -130,6 +140,7 @@ async def test_abandon_leaves_nothing_and_frees_the_key(kit: Kit) -> None:
     assert kit.count("work") == 1
 
 
+@on_all
 async def test_one_executor_serves_one_claim_after_another(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked("one"))
     await finish(kit, asked("one"), executor, claimed)
@@ -139,6 +150,7 @@ async def test_one_executor_serves_one_claim_after_another(kit: Kit) -> None:
     assert kit.ask("SELECT n FROM work") == [(2,)]
 
 
+@on_all
 async def test_the_handle_is_of_use_only_inside_the_claim(kit: Kit) -> None:
     executor = kit.source.open()
     with pytest.raises(Misuse):
@@ -150,6 +162,7 @@ async def test_the_handle_is_of_use_only_inside_the_claim(kit: Kit) -> None:
         executor.handle  # noqa: B018
 
 
+@on_all
 async def test_a_handler_that_commits_by_itself_is_noticed_and_its_work_kept(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -159,6 +172,7 @@ async def test_a_handler_that_commits_by_itself_is_noticed_and_its_work_kept(kit
     assert isinstance((await claim(kit, asked()))[1], Replayed)
 
 
+@on_all
 async def test_the_transaction_that_a_handler_began_instead_is_kept_too(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "COMMIT")
@@ -168,6 +182,7 @@ async def test_the_transaction_that_a_handler_began_instead_is_kept_too(kit: Kit
     assert (kit.count("work"), kit.count("taptwice_records")) == (1, 1)
 
 
+@on_all
 async def test_a_handler_that_rolls_back_by_itself_is_noticed(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -176,6 +191,7 @@ async def test_a_handler_that_rolls_back_by_itself_is_noticed(kit: Kit) -> None:
     assert (kit.count("work"), kit.count("taptwice_records")) == (0, 1)
 
 
+@on_all
 async def test_torn_and_another_attempt_came_between(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -185,6 +201,7 @@ async def test_torn_and_another_attempt_came_between(kit: Kit) -> None:
     assert await finish(kit, asked(), executor, claimed) == Concluded(other, replayed=True, torn=True)
 
 
+@on_all
 async def test_plain_transactions_without_a_claim(kit: Kit) -> None:
     """What the edge does for a request without a key."""
     executor = kit.source.open()
@@ -199,3 +216,26 @@ async def test_plain_transactions_without_a_claim(kit: Kit) -> None:
     await step(Commit())
     await kit.run(abandon(), executor)
     assert kit.count("work") == 1
+
+
+@on_postgres
+async def test_a_server_that_shortens_floating_point_numbers_tears_no_claim(kit: Kit) -> None:
+    """`begun` must come back as the number it was, and psycopg asks for it in text."""
+    for savepoint in (True, False):
+        asking = asked(str(savepoint), savepoint=savepoint)
+        executor = kit.source.open()
+        await kit.run(settled_to_short_numbers(), executor)
+        claimed = await kit.run(claim_in_open_transaction(asking), executor)
+        await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
+        assert await finish(kit, asking, executor, claimed) == Concluded(DONE)
+
+
+def settled_to_short_numbers() -> Plan[None]:
+    yield from ask(Begin())
+    yield from ask(Script("SET LOCAL extra_float_digits = 0"))
+
+
+def claim_in_open_transaction(asking: Asked) -> Plan[Claimed]:
+    after = (Savepoint(),) if asking.savepoint else ()
+    found = yield from SqlStore("postgresql").claim(asking.keyed, 0, (), after)
+    return Claimed(found.begun)

@@ -177,7 +177,8 @@ async def test_a_read_only_sqlite_is_noticed_before_the_work(
         connect = sqlite3.connect
 
         def read_only(path: str, **options: Any) -> sqlite3.Connection:
-            return connect(f"file:{path}?mode=ro", uri=True, **options)
+            opened: sqlite3.Connection = connect(f"file:{path}?mode=ro", uri=True, **options)
+            return opened
 
         monkeypatch.setattr(sqlite3, "connect", read_only)
     with pytest.raises(StoreUnavailable, match="readonly"):

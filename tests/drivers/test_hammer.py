@@ -1,4 +1,4 @@
-"""Eight workers on a hundred keys, each in an order of its own, some giving up: one record a key, one work."""
+"""Eight workers on a hundred keys, each in its own order, some giving up: one record a key, one work."""
 
 from __future__ import annotations
 

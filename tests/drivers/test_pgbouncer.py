@@ -7,7 +7,7 @@ import pytest
 
 from taptwice.errors import InFlight
 from taptwice.flows.transaction import Concluded, Replayed
-from tests.drivers.kits import DONE, POSTGRES, asked, claim, finish, one_charge, statements_of
+from tests.drivers.kits import DONE, POSTGRES, asked, claim, finish, statements_of
 
 
 @pytest.mark.parametrize("name", POSTGRES)
@@ -27,7 +27,10 @@ async def test_claims_over_many_server_connections(
             servers.update(await kit.work(held.handle, "SELECT pg_backend_pid()"))
             with pytest.raises(InFlight):
                 await claim(kit, asked(f"held {number}"))
-            await one_charge(kit, asked(f"key {number}"))
+            other, also = await claim(kit, asked(f"key {number}"))
+            servers.update(await kit.work(other.handle, "SELECT pg_backend_pid()"))
+            await kit.work(other.handle, "INSERT INTO work (n) VALUES (1)")
+            await finish(kit, asked(f"key {number}"), other, also)
             assert isinstance((await claim(kit, asked(f"key {number}")))[1], Replayed)
             undone = await finish(kit, asked(f"held {number}"), held, claimed, undo=number % 2 == 0)
             assert undone == Concluded(DONE)
@@ -36,6 +39,6 @@ async def test_claims_over_many_server_connections(
                 "SELECT (SELECT count(*) FROM work), (SELECT count(*) FROM taptwice_records)"
             ).fetchall()
         assert counts == (10, 20)
-        assert servers
+        assert len(servers) > 1
     finally:
         await kit.stop()

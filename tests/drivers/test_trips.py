@@ -16,7 +16,7 @@ from tests.drivers.wire import Proxy, Seen, proxy
 
 WORK = "INSERT INTO work (n) VALUES (1)"
 WARM = 12
-"""Runs before anything is counted: psycopg prepares a statement at its sixth, SQLAlchemy asks for versions."""
+"""Runs before anything is counted: psycopg prepares late, SQLAlchemy asks for versions."""
 
 # Round trips beyond the bare transaction's: without the savepoint, and what the savepoint adds.
 EXTRA = {

@@ -227,9 +227,14 @@ class Stack:
         """The statuses of the answers that were saved."""
         return self.rows("SELECT status FROM taptwice_records ORDER BY created_at, id")
 
-    def erase(self) -> None:
-        with psycopg.connect(self.place) as pg:
-            pg.execute("DELETE FROM charges")
+    def execute(self, statement: str) -> None:
+        """Through a connection of its own, committed."""
+        if self.sqlite:
+            with contextlib.closing(sqlite3.connect(self.place, isolation_level=None)) as connection:
+                connection.execute(statement)
+        else:
+            with psycopg.connect(self.place) as pg:
+                pg.execute(statement.encode())
 
     # --- applications ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ SQLITE = ("sqlite3", "aiosqlite")
 
 @dataclasses.dataclass
 class Shop:
-    """`origin` is what `Idempotency` is given; `query` reads what is committed, through another connection."""
+    """`origin` is what `Idempotency` is given; `query` reads what is committed, on another connection."""
 
     kind: str
     origin: Any

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pathlib
 import random
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,12 +15,23 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from taptwice.core.model import Answer
+from taptwice.core.plan import Begin, Close
 from taptwice.core.policy import Policy
-from taptwice.errors import Misuse
+from taptwice.errors import InFlight, Misuse
 from taptwice.events import Event, Outcome
-from taptwice.http.asgi import Idempotency, Threads, conducted_in, read_body
+from taptwice.http.asgi import Driven, Idempotency, Threads, conducted_in, read_body
 from taptwice.http.exchange import NotSaved
-from tests.http.shop import EVERY, Reply, Shop, call, open_shop, postgres_tables, scope_of, sqlite_shop
+from tests.http.shop import (
+    EVERY,
+    Reply,
+    Shop,
+    call,
+    open_shop,
+    postgres_query,
+    postgres_tables,
+    scope_of,
+    sqlite_shop,
+)
 
 Handler = Callable[[Any, str], Awaitable[Any]]
 
@@ -73,7 +85,7 @@ def outcomes(events: list[Event]) -> list[Outcome]:
     return [event.outcome for event in events]
 
 
-# --- one at a time, on every driver --------------------------------------------------------------------------
+# --- one at a time, on every driver -------------------------------------------------------------------------
 
 
 async def test_the_work_is_done_once_and_answered_alike(shop: Shop) -> None:
@@ -239,7 +251,7 @@ async def test_a_client_that_is_gone_at_the_first_byte_finds_its_answer(shop: Sh
     assert shop.charges("k") == 1
 
 
-# --- what is refused, and leaves nothing ---------------------------------------------------------------------
+# --- what is refused, and leaves nothing --------------------------------------------------------------------
 
 
 def nothing(shop: Shop) -> None:
@@ -288,8 +300,7 @@ async def test_nobody_logged_in(small: Shop) -> None:
 @pytest.mark.parametrize("announced", [None, "11", "9" * 30, "9" * 5000])
 async def test_a_body_above_the_limit(small: Shop, chunks: list[bytes], announced: str | None) -> None:
     headers = [] if announced is None else [("content-length", announced)]
-    events: list[Event] = []
-    reply = await call(keyed(small, listener=events.append, request_max_body=10), headers=headers, body=chunks)
+    reply = await call(keyed(small, request_max_body=10), headers=headers, body=chunks)
     assert (reply.status, reply.problem) == (413, "request-too-large")
     nothing(small)
 
@@ -359,7 +370,7 @@ async def test_an_answer_that_is_not_saved(small: Shop) -> None:
     assert (await call(app)).status == 201
 
 
-# --- what is not ours ----------------------------------------------------------------------------------------
+# --- what is not ours ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,7 +417,7 @@ async def test_without_a_key_where_none_is_required(shop: Shop) -> None:
     assert (shop.charges("none"), shop.records()) == (2, {})
 
 
-# --- answers of all kinds ------------------------------------------------------------------------------------
+# --- answers of all kinds -----------------------------------------------------------------------------------
 
 
 def answering(shop: Shop, *messages: Any, before: Any = None, **policy: Any) -> Any:
@@ -526,7 +537,7 @@ async def test_a_replay_without_a_body(small: Shop, status: int) -> None:
     assert (again.status, again.header("content-length")) == (status, None)
 
 
-# --- failures at the commit ----------------------------------------------------------------------------------
+# --- failures at the commit ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -563,8 +574,6 @@ def failing_at_commit(shop: Shop, after: Callable[[BaseException, Any], Awaitabl
 
 
 async def test_a_commit_that_fails_is_told_whatever_the_application_makes_of_it(deferred: Shop) -> None:
-    import sqlite3
-
     async def swallow(error: BaseException, send: Any) -> None:
         pass
 
@@ -611,7 +620,7 @@ async def test_everything_is_saved_once_the_handler_began_where_that_is_the_poli
     assert small.charges() == 0
 
 
-# --- the gate and the edge -----------------------------------------------------------------------------------
+# --- the gate and the edge ----------------------------------------------------------------------------------
 
 
 async def test_a_slow_reader_keeps_no_duplicate_waiting(small: Shop) -> None:
@@ -673,7 +682,6 @@ async def test_keyed_twice_is_refused_at_once(small: Shop) -> None:
 
 async def test_an_error_of_ours_from_inside_the_application_is_its_own_affair(small: Shop) -> None:
     """It may come from a guard of the handler's, on another key; and an answer may be out already."""
-    from taptwice.errors import InFlight
 
     async def handler(connection: Any, key: str) -> None:
         raise InFlight
@@ -691,14 +699,12 @@ async def test_a_server_that_gives_no_raw_path_and_one_that_gives_a_query_in_it(
     assert (await call(app, {**scope, "raw_path": b"/%C3%A4%20b"})).status == 422, "as it stood on the wire"
 
 
-# --- threads -------------------------------------------------------------------------------------------------
+# --- threads ------------------------------------------------------------------------------------------------
 
 
 async def test_claims_that_wait_for_a_connection_let_others_end(fresh_postgres: str) -> None:
-    """Two connections, two threads, sixteen requests: whoever has a connection needs a thread to give it back."""
+    """Two connections, two threads, many requests: who has a connection needs a thread to give it back."""
     postgres_tables(fresh_postgres)
-    from tests.http.shop import postgres_query
-
     with ConnectionPool(fresh_postgres, min_size=0, max_size=2) as pool:
         shop = Shop("psycopg", pool, postgres_query(fresh_postgres), fresh_postgres)
 
@@ -716,10 +722,7 @@ async def test_claims_that_wait_for_a_connection_let_others_end(fresh_postgres: 
 
 
 async def test_a_command_waits_for_the_thread_before_it() -> None:
-    """A request that is cancelled at its claim does not give back a connection that a thread is working on."""
-    from taptwice.core.plan import Begin, Close
-    from taptwice.http.asgi import Driven
-
+    """A request that is cancelled at its claim gives back no connection that a thread is working on."""
     begun, let_go = threading.Event(), threading.Event()
     done = []
 

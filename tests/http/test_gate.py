@@ -331,12 +331,8 @@ def test_what_makes_duplicates() -> None:
     assert plain != key_of((b"idempotency-key", b"k"), method="PATCH")
     assert plain != key_of((b"idempotency-key", b"k"), (b"authorization", b"Bearer x"))
     assert plain != key_of((b"idempotency-key", b"k"), (b"cookie", b"session=x"))
-    assert key_of((b"idempotency-key", b"a"), (b"cookie", b"b")) != key_of(
-        (b"idempotency-key", b"acookieb")
-    )
+    assert key_of((b"idempotency-key", b"a"), (b"cookie", b"b")) != key_of((b"idempotency-key", b"acookieb"))
 
 
 def test_no_secret_stands_in_the_key() -> None:
     assert "hush" not in repr(key_of((b"authorization", b"Bearer hush"), (b"idempotency-key", b"hush")))
-
-

@@ -215,12 +215,8 @@ def _json_tree(body: bytes) -> object:
     """
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # before the parser makes objects of them
         raise ValueError(f"perhaps more than {MAX_VALUES} values")
-    return json.loads(
-        body.decode("utf-8-sig"),
-        parse_int=_Literal,
-        parse_float=_Literal,
-        object_pairs_hook=_members,
-    )
+    tree: object = _DECODER.decode(body.decode("utf-8-sig"))
+    return tree
 
 
 def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -228,6 +224,9 @@ def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(members) != len(pairs):
         raise ValueError("a member stands twice in one object, and parsers differ on which one counts")
     return members
+
+
+_DECODER = json.JSONDecoder(parse_int=_Literal, parse_float=_Literal, object_pairs_hook=_members)
 
 
 def _json_digest(tree: object) -> bytes:

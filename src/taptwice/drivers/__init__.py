@@ -106,7 +106,7 @@ def source(origin: Any) -> Source:
     if module is None and isinstance(origin, Source):
         return origin
     found: Source | None = None if module is None else module.source(origin)
-    if found is None and callable(origin):
+    if module is None and callable(origin):
         found = _source_of_function(origin)
     if found is not None:
         return found

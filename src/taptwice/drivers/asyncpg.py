@@ -204,7 +204,7 @@ class AsyncpgExecutor(Awaiting):
         if connection is None or self._give_back is None:
             return
         try:
-            await asyncio.shield(self._give_back(connection))
+            await self._give_back(connection)
         except Exception:
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)
 
@@ -281,4 +281,4 @@ def source(origin: Any) -> AsyncpgSource | None:
 
 def connecting(connect: Callable[[], Awaitable[Any]]) -> AsyncpgSource:
     """A source that opens a connection for each transaction."""
-    return AsyncpgSource(connect, lambda connection: connection.close())
+    return AsyncpgSource(connect, lambda connection: asyncio.shield(connection.close()))

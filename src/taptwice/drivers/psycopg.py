@@ -205,8 +205,11 @@ class PsycopgExecutor(Blocking):
         if connection is None or self._give_back is None:
             return
         try:
-            if not connection.closed:
-                connection.autocommit = self._autocommit
+            try:
+                if not connection.closed:
+                    connection.autocommit = self._autocommit
+            except psycopg.Error:  # no rollback came before
+                connection.close()
             self._give_back(connection)
         except Exception:
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)

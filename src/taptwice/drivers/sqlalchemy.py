@@ -162,7 +162,11 @@ class SqlalchemyExecutor(Blocking):
                     "let the login use a session of its own, or leave out begin() around the one it shares "
                     "with the handler"
                 )
+            # What the login has loaded stays readable: to load it again would be a surprise, and awaiting
+            # sessions cannot do it.
+            expires, session.expire_on_commit = session.expire_on_commit, False
             session.commit()
+            session.expire_on_commit = expires
         self._earlier.clear()
 
     @contextmanager
@@ -271,7 +275,8 @@ class SqlalchemyExecutor(Blocking):
     def _end_sessions(self) -> None:
         for session in reversed(self._sessions):
             try:
-                session.commit()
+                if session.in_transaction():  # else a surrounding `session.begin()` would take offence
+                    session.commit()
             except DBAPIError as error:
                 if isinstance(known := translated(error, self.dialect), Torn):
                     self._torn = True
@@ -309,11 +314,15 @@ class SqlalchemyExecutor(Blocking):
 
     def rollback(self, command: plan.Rollback) -> None:
         sessions, self._sessions = self._sessions, []
-        self._handle, self._nested, self._committed, self._torn = None, None, False, False
+        made, self._handle = self._handle, None
+        self._nested, self._committed, self._torn = None, False, False
         try:
             for session in reversed(sessions):
                 event.remove(session, "after_commit", self._note_commit)
-                session.close()
+                if session is made:
+                    session.close()
+                else:
+                    session.rollback()  # its owner may still use its objects, with a connection of its own
             transaction = None if self._connection is None else self._connection.get_transaction()
             if transaction is not None and self._take is not None:
                 transaction.rollback()
@@ -340,11 +349,11 @@ class SqlalchemySource:
 
     def __init__(self, engine: Engine, maker: sessionmaker[Any] | None = None) -> None:
         self.dialect: sql.Dialect = dialect_of(engine.dialect.name)
-        self._engine = engine
+        self.engine = engine
         self._maker = maker
 
     def open(self) -> SqlalchemyExecutor:
-        take, maker = self._engine.connect, self._maker
+        take, maker = self.engine.connect, self._maker
         if maker is None:
             return SqlalchemyExecutor(self.dialect, take=take)
 

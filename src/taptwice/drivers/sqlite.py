@@ -102,10 +102,14 @@ class SqliteExecutor(Blocking):
         return self._connection
 
     def _run(self, text: str, parameters: dict[str, Any] | None = None) -> Rows:
-        with asking():
+        try:  # not `asking()`: this is the hot path
             cursor = self.handle.cursor()
             cursor.row_factory = None  # rows as they are, whatever the connection makes of them
             return tuple(cursor.execute(text, parameters or {}).fetchall())
+        except sqlite3.Error as error:
+            if (known := ours(error)) is not None:
+                raise known from error
+            raise
 
     def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
@@ -125,7 +129,11 @@ class SqliteExecutor(Blocking):
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
             with asking():
                 self._connection.isolation_level = None
-        self._waiting(command.wait, "BEGIN IMMEDIATE")
+        if self._connect is None:
+            self._waiting(command.wait, "BEGIN IMMEDIATE")
+        else:
+            self._run(f"PRAGMA busy_timeout = {int(command.wait * 1000)}")
+            self._run("BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:
         connection = self.handle
@@ -172,7 +180,7 @@ class SqliteExecutor(Blocking):
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
         try:
-            if connection is not None:
+            if connection is not None and self._connect is not None:
                 connection.close()
         except sqlite3.Error:
             logger.warning("a connection to SQLite could not be closed", exc_info=True)

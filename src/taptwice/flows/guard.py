@@ -7,26 +7,38 @@
             charge = insert_charge(connection, cents)
             claim.finish(201, {"charge_id": charge})
 
+or, where the transaction is not yours but is to be begun and committed for you:
+
+    with guard.transaction(pool, account="acct_42", key=key, request=body) as claim:
+        if not claim.replayed:
+            charge = insert_charge(claim.connection, cents)
+            claim.finish(201, {"charge_id": charge})
+    return claim.answer
+
 `Guard` blocks, `AsyncGuard` awaits; both drive the plans of `flows.transaction`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from taptwice import drivers
 from taptwice.core import fingerprint as fingerprints
 from taptwice.core.fingerprint import Fingerprint
 from taptwice.core.header import check_key
 from taptwice.core.model import Answer, Headers, Keyed, key_hash
-from taptwice.core.plan import arun, run
+from taptwice.core.plan import Flush, Plan, arun, ask, run
 from taptwice.core.policy import seconds
-from taptwice.errors import KeyReused, Misuse, StoreUnavailable, TaptwiceError, Torn, Unfinished
+from taptwice.drivers import Source
 from taptwice.errors import InFlight as InFlightError
-from taptwice.events import Event, Listener, Outcome, emit
+from taptwice.errors import KeyReused, Misuse, StoreUnavailable, TaptwiceError, Torn, Unfinished
+from taptwice.events import Event, Listener, Outcome, emit, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current, current
 from taptwice.flows.transaction import Asked, Claimed, Replayed
@@ -38,6 +50,9 @@ JsonValue: TypeAlias = (
 Request: TypeAlias = "Fingerprint | bytes | Mapping[str, Any] | list[Any] | tuple[Any, ...] | str | int"
 
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
+
 def fingerprint_of(request: Request) -> Fingerprint:
     """The fingerprint of a request: one made already, of bytes, or of a JSON value by its meaning."""
     if isinstance(request, Fingerprint):
@@ -47,15 +62,18 @@ def fingerprint_of(request: Request) -> Fingerprint:
     return fingerprints.of_value(request)
 
 
-def checked(account: str, key: str) -> Keyed:
+def checked(account: Any, key: str) -> Keyed:
     """Account and key as one value. Raises `KeyInvalid`; `Misuse` for an account that cannot be one."""
     if not isinstance(account, str) or not account or "\0" in account:
-        raise Misuse(f"account must be text, not empty and without NUL, taken from the login; got {type(account)}")
+        raise Misuse(
+            "account must be text, not empty and without NUL, taken from the login; "
+            f"got {type(account).__name__}"
+        )
     return Keyed(account, check_key(key))
 
 
-def answer_from(status: int, body: Any, headers: Mapping[str, str] | Headers) -> Answer:
-    """An answer from what a program has at hand: bytes and text as they are, None as empty, the rest as JSON."""
+def answer_from(status: Any, body: Any, headers: Mapping[str, str] | Headers) -> Answer:
+    """An answer from what a program has: bytes and text as they are, None as empty, the rest as JSON."""
     if not isinstance(status, int) or not 100 <= status <= 999:
         raise Misuse(f"status must be a number from 100 to 999, not {status!r}")
     pairs = tuple(headers.items() if isinstance(headers, Mapping) else headers)
@@ -67,7 +85,7 @@ def answer_from(status: int, body: Any, headers: Mapping[str, str] | Headers) ->
     elif isinstance(body, str):
         content, kind = body.encode(), "text/plain; charset=utf-8"
     else:
-        content, kind = json.dumps(body, separators=(",", ":")).encode(), "application/json"
+        content, kind = _JSON.encode(body).encode(), "application/json"
     if kind and not any(name.lower() == "content-type" for name, _ in pairs):
         pairs = (("content-type", kind), *pairs)
     return Answer(status, pairs, content)
@@ -85,10 +103,14 @@ def outcome_of(error: BaseException) -> Outcome | None:
     return next((outcome for kind, outcome in OUTCOMES if isinstance(error, kind)), None)
 
 
+Result = TypeVar("Result")
+
+
 class Claim:
     """The right to do the work of one key, or the answer of whoever did it."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, executor: Any, asked: Asked) -> None:
+        self._executor = executor
         self._asked = asked
         self._claimed: Claimed | None = None
         self._answer: Answer | None = None
@@ -99,131 +121,201 @@ class Claim:
     def answer(self) -> Answer:
         """The saved answer of a replay, or the one given to `finish`."""
         if self._answer is None:
-            raise Misuse("this claim has no answer yet: it is new; do the work, then call claim.finish(status, body)")
+            raise Misuse(
+                "this claim has no answer yet: it is new; do the work, then call claim.finish(status, body)"
+            )
         return self._answer
+
+    @property
+    def connection(self) -> Any:
+        """What to work on: the connection or session of the claim's transaction, while the block lasts."""
+        return self._executor.handle
 
     def finish(self, status: int, body: Any = None, headers: Mapping[str, str] | Headers = ()) -> Answer:
         """The answer that every later attempt gets. It is saved when the block ends.
 
         `body`: bytes or text as they are, None as empty, anything else as JSON.
         """
-        if self.replayed:
-            raise Misuse("this claim is a replay: its work was done and answered before; return claim.answer")
+        if self._claimed is None:
+            raise Misuse(
+                "nothing to finish: the work was done before; return claim.answer when claim.replayed"
+            )
         if self._answer is not None:
-            raise Misuse("finish() was called twice in one claim")
+            raise Misuse("claim.finish() was called twice: one claim has one answer")
         self._answer = answer_from(status, body, headers)
         return self._answer
 
 
-class _Block(Claim):
-    """What entering and leaving a claim's block means; the two guards' blocks drive it."""
+_open: dict[int, list[_Block]] = {}
+"""The blocks that are open on a connection, by its identity, the innermost last."""
 
-    def __init__(self, guard: _Settings, executor: Any, asked: Asked) -> None:
-        super().__init__(asked)
+
+class _Block(Claim):
+    """What entering and leaving a claim's block are, as plans; the two halves below drive them.
+
+    `joined`: in the caller's transaction. Otherwise in one of its own.
+    """
+
+    def __init__(self, guard: _Settings, executor: Any, asked: Asked, joined: bool) -> None:
+        super().__init__(executor, asked)
         self._guard = guard
-        self._executor = executor
         self._store = SqlStore(executor.dialect, guard.in_clear)
+        self._joined = joined
+        self._place = id(executor)
         self._events: list[Event] = []
         self._token: Any = None
 
-    def _note(self, outcome: Outcome, **more: Any) -> None:
-        keyed = self._asked.keyed
-        self._events.append(
-            Event(outcome, self._guard.shown(keyed.account), self._guard.shown(keyed.key), pending=True, **more)
-        )
+    # --- entering ------------------------------------------------------------------------------
 
-    def _entered(self, outcome: Claimed | Replayed) -> None:
+    def _enter(self) -> Plan[None]:
+        try:
+            if self._joined:
+                self._check_alone()
+                outcome = yield from transaction.join(self._store, self._asked)
+            else:
+                outcome = yield from transaction.open_claim(self._store, self._asked)
+        except TaptwiceError as error:
+            if (name := outcome_of(error)) is not None:
+                self._note(name, detail=error.detail)
+            self._emit()
+            raise
         if isinstance(outcome, Replayed):
-            self.replayed = True
-            self._answer = outcome.record.answer
-            self._note(Outcome.REPLAYED, status=self._answer.status)
+            self._replay(outcome.record.answer)
         else:
             self._claimed = outcome
             self._note(Outcome.NEW)
+            if self._joined:
+                self._place = id(self.connection)
+                _open.setdefault(self._place, []).append(self)
         self._token = current.set(Current(key_hash(self._asked.keyed.key)))
 
-    def _refused(self, error: TaptwiceError) -> None:
-        if (outcome := outcome_of(error)) is not None:
-            self._note(outcome, detail=error.detail)
-        self._emit()
+    def _check_alone(self) -> None:
+        around = _open.get(id(self.connection), ())
+        if any(block._asked.keyed == self._asked.keyed for block in around):
+            raise Misuse("this key is claimed already by a block around this one: claim it once")
 
-    def _left(self, finished: bool) -> None:
-        if not self.replayed:
-            self._note(Outcome.FINISHED if finished else Outcome.RELEASED)
-        self._emit()
+    # --- leaving -------------------------------------------------------------------------------
+
+    def _leave(self, error: BaseException | None) -> Plan[None]:
+        """End the claim. `error` is what the block raised; it goes on whatever happens here."""
+        outcome, detail = Outcome.RELEASED, None
+        try:
+            if self._claimed is None:
+                return
+            if error is not None or self._answer is None:
+                yield from self._give_up()
+                if error is None:
+                    raise Unfinished
+                return
+            yield from self._save(self._claimed, self._answer)
+            outcome = Outcome.FINISHED
+        except TaptwiceError as failure:
+            torn = isinstance(failure, Torn)
+            outcome = Outcome.TORN if torn else outcome_of(failure) or outcome
+            detail = failure.detail
+            if error is None or (isinstance(failure, Misuse) and not torn):
+                raise
+            logger.warning("the work of a claim that failed could not be undone: %s", failure)
+        finally:
+            if self._claimed is not None and not self.replayed:
+                self._note(
+                    outcome, status=None if self._answer is None else self._answer.status, detail=detail
+                )
+            self._emit()
+
+    def _give_up(self) -> Plan[None]:
+        if not self._joined:
+            yield from transaction.abandon()
+            return
+        self._check_innermost()
+        yield from transaction.withdraw()
+
+    def _save(self, claimed: Claimed, answer: Answer) -> Plan[None]:
+        if self._joined:
+            self._check_innermost()
+            yield from transaction.settle(self._store, self._asked, claimed, answer)
+            return
+        try:
+            yield from ask(Flush())  # its errors are the user's
+        except BaseException:
+            yield from transaction.abandon()
+            raise
+        concluded = yield from transaction.conclude(self._store, self._asked, claimed, answer, undo=False)
+        if concluded.torn:
+            self._note(Outcome.TORN, status=answer.status, detail=Torn().detail)
+        if concluded.replayed:  # another attempt came between, and its answer is the one that counts
+            self._replay(concluded.answer)
+
+    def _check_innermost(self) -> None:
+        # Savepoints have one name: to undo the outer one first would undo no more than the inner one's work.
+        around = _open[self._place]
+        innermost = around[-1] is self
+        around.remove(self)
+        if not around:
+            del _open[self._place]
+        if not innermost:
+            raise Misuse(
+                "claims on one connection must end in the reverse of their order: nest their blocks, and do "
+                "not share a connection between tasks; roll this transaction back"
+            )
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _replay(self, answer: Answer) -> None:
+        self.replayed = True
+        self._answer = answer
+        self._note(Outcome.REPLAYED, status=answer.status)
+
+    def _note(self, outcome: Outcome, **more: Any) -> None:
+        keyed = self._asked.keyed
+        shown = self._guard.shown
+        event = Event(outcome, shown(keyed.account), shown(keyed.key), pending=self._joined, **more)
+        self._events.append(event)
 
     def _emit(self) -> None:
-        if self._token is not None:
-            current.reset(self._token)
-            self._token = None
         emit(self._events, self._guard.listeners)
         self._events.clear()
 
+    def _forget(self) -> None:
+        token, self._token = self._token, None
+        try:
+            current.reset(token)
+        except ValueError:
+            pass  # left in another task than it was entered in, which has a variable of its own
+
 
 class BlockingBlock(_Block):
-    """The block of `Guard.claim`."""
+    """The block of `Guard.claim` and `Guard.transaction`."""
 
     def __enter__(self) -> Claim:
-        try:
-            self._entered(run(transaction.join(self._store, self._asked), self._executor.execute))
-        except TaptwiceError as error:
-            self._refused(error)
-            raise
+        run(self._enter(), self._executor.execute)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        finished = False
         try:
-            if self._claimed is None:
-                return
-            if error is not None or self._answer is None:
-                run(transaction.withdraw(), self._executor.execute)
-                if error is None:
-                    raise Unfinished
-                return
-            run(transaction.settle(self._store, self._asked, self._claimed, self._answer), self._executor.execute)
-            finished = True
-        except Torn:
-            if error is None:
-                raise
+            run(self._leave(error), self._executor.execute)
         finally:
-            self._left(finished)
+            self._forget()
 
 
 class AwaitingBlock(_Block):
-    """The block of `AsyncGuard.claim`."""
+    """The block of `AsyncGuard.claim` and `AsyncGuard.transaction`."""
 
     async def __aenter__(self) -> Claim:
-        try:
-            self._entered(await arun(transaction.join(self._store, self._asked), self._executor.execute))
-        except TaptwiceError as error:
-            self._refused(error)
-            raise
+        await arun(self._enter(), self._executor.execute)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        finished = False
+        leaving = arun(self._leave(error), self._executor.execute)
+        # In its own transaction a claim is ended whoever cancels; in the caller's it ends with that.
         try:
-            if self._claimed is None:
-                return
-            if error is not None or self._answer is None:
-                await arun(transaction.withdraw(), self._executor.execute)
-                if error is None:
-                    raise Unfinished
-                return
-            await arun(
-                transaction.settle(self._store, self._asked, self._claimed, self._answer), self._executor.execute
-            )
-            finished = True
-        except Torn:
-            if error is None:
-                raise
+            await (leaving if self._joined else asyncio.shield(asyncio.ensure_future(leaving)))
         finally:
-            self._left(finished)
+            self._forget()
 
 
 class _Settings:
@@ -233,7 +325,9 @@ class _Settings:
     is enough to work); `show` True puts them in the clear into events and logs.
     """
 
-    def __init__(self, listeners: Iterable[Listener] = (), *, in_clear: bool = True, show: bool = False) -> None:
+    def __init__(
+        self, listeners: Iterable[Listener] = (), *, in_clear: bool = True, show: bool = False
+    ) -> None:
         self.listeners = tuple(listeners)
         self.in_clear = in_clear
         self.show = show
@@ -242,7 +336,9 @@ class _Settings:
         """An account or a key as it may stand in events: hashed, unless told otherwise."""
         return value if self.show else key_hash(value)
 
-    def _asked(self, account: str, key: str, request: Request, window: float | str, wait: float | str) -> Asked:
+    def _asked(
+        self, account: str, key: str, request: Request, window: float | str, wait: float | str
+    ) -> Asked:
         return Asked(checked(account, key), fingerprint_of(request), seconds(window), seconds(wait))
 
 
@@ -269,13 +365,35 @@ class Guard(_Settings):
         the work since the claim and saves nothing.
         """
         executor = drivers.join(connection)
-        if not hasattr(executor, "execute") or _awaits(executor):
+        if _awaits(executor):
             raise Misuse(f"{type(connection).__qualname__} awaits: use AsyncGuard and `async with`")
-        return BlockingBlock(self, executor, self._asked(account, key, request, window, wait))
+        return BlockingBlock(self, executor, self._asked(account, key, request, window, wait), joined=True)
+
+    def transaction(
+        self,
+        origin: Any,
+        *,
+        account: str,
+        key: str,
+        request: Request,
+        window: float | str = "24h",
+        wait: float | str = "5s",
+    ) -> BlockingBlock:
+        """Claim a key in a transaction of its own, which commits at the end of the block.
+
+        `origin`: a pool, engine or session maker, or a function that opens a connection; it is taken when
+        the block is entered, and not held while waiting for another attempt. Work on ``claim.connection``.
+        The rest is as for `claim`. After the block ``claim.answer`` is what was answered.
+        """
+        source = _source(origin)
+        if not source.blocking:
+            raise Misuse(f"{type(origin).__qualname__} awaits: use AsyncGuard and `async with`")
+        asked = self._asked(account, key, request, window, wait)
+        return BlockingBlock(self, source.open(), asked, joined=False)
 
 
 class AsyncGuard(_Settings):
-    """Claims on awaiting connections: aiosqlite, psycopg, asyncpg, SQLAlchemy's AsyncConnection and AsyncSession."""
+    """Claims on awaiting connections: aiosqlite, psycopg, asyncpg, SQLAlchemy's AsyncConnection and so on."""
 
     def claim(
         self,
@@ -291,10 +409,31 @@ class AsyncGuard(_Settings):
         executor = drivers.join(connection)
         if not _awaits(executor):
             raise Misuse(f"{type(connection).__qualname__} blocks: use Guard and `with`")
-        return AwaitingBlock(self, executor, self._asked(account, key, request, window, wait))
+        return AwaitingBlock(self, executor, self._asked(account, key, request, window, wait), joined=True)
+
+    def transaction(
+        self,
+        origin: Any,
+        *,
+        account: str,
+        key: str,
+        request: Request,
+        window: float | str = "24h",
+        wait: float | str = "5s",
+    ) -> AwaitingBlock:
+        """As `Guard.transaction`, with ``async with``."""
+        source = _source(origin)
+        if source.blocking:
+            raise Misuse(f"{type(origin).__qualname__} blocks: use Guard and `with`")
+        asked = self._asked(account, key, request, window, wait)
+        return AwaitingBlock(self, source.open(), asked, joined=False)
 
 
 def _awaits(executor: Any) -> bool:
-    import inspect
-
     return inspect.iscoroutinefunction(executor.execute)
+
+
+@functools.lru_cache(maxsize=8)
+def _source(origin: Any) -> Source:
+    """Kept for those in use: a function is called to see what it opens, and once is enough."""
+    return drivers.source(origin)

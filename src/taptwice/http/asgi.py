@@ -67,16 +67,16 @@ async def _in(pool: ThreadPoolExecutor, call: Callable[..., Result], *arguments:
 class Driven:
     """An executor on an event loop; one that blocks works in threads.
 
-    A thread cannot be cancelled: whatever comes next waits for it. Two threads on one connection, or one on a
-    connection that was given back, would work in a transaction that is not theirs.
+    A thread cannot be cancelled. What was asked for is carried out, in order, whoever still awaits it:
+    two threads on one connection, or one on a connection that was given back, would work in a transaction
+    that is not theirs.
     """
 
     def __init__(self, executor: Any, blocking: bool, threads: Threads) -> None:
         self.executor = executor
         self._blocking = blocking
         self._threads = threads
-        self._busy: asyncio.Future[Any] | None = None
-        """A thread at work, perhaps on the connection. A cancelled request leaves it behind."""
+        self._last: asyncio.Future[Any] | None = None
 
     async def execute(self, command: Command[Any]) -> Any:
         """Carry one command out."""
@@ -91,21 +91,44 @@ class Driven:
     async def finish(self, plan: Plan[Result]) -> Result:
         """Drive a plan that takes no connection."""
         if not self._blocking:
-            await self._idle()
-            return await arun(plan, self.execute)
+            if self._last is None:  # nothing to come after, so no task
+                return await arun(plan, self.execute)
+            return await self.call(arun, plan, self.execute)
         return await self.call(self._threads.finish, self.executor, plan)
 
     async def call(self, work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-        """Await what works in a thread: nobody touches the connection before it is done."""
-        await self._idle()
-        busy = self._busy = asyncio.ensure_future(work(*arguments))
-        return await asyncio.shield(busy)
+        """Await what works on the connection, in its turn."""
+        mine = self._last = asyncio.ensure_future(_after(self._last, work, *arguments))
+        return await asyncio.shield(mine)
 
-    async def _idle(self) -> None:
-        if self._busy is not None:
-            await asyncio.wait([self._busy])
-            self._busy.cancelled() or self._busy.exception()  # seen, also where nobody awaits it any more
-            self._busy = None
+
+async def _after(
+    last: asyncio.Future[Any] | None, work: Callable[..., Awaitable[Result]], *arguments: Any
+) -> Result:
+    if last is not None:
+        await asyncio.wait([last])
+        _ = last.cancelled() or last.exception()  # seen, if nobody awaits it any more
+    return await work(*arguments)
+
+
+async def _to_its_end(working: asyncio.Future[Result], cancel: bool = False) -> Result:
+    """Await it, and when cancelled, however often, go on only when it has ended.
+
+    Behind a request that is cancelled its dependencies close the session, on which this may be working: the
+    work would be rolled back and its answer committed. `cancel` passes the first cancellation on.
+    """
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        if cancel:
+            working.cancel()
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError:
+                continue
+        _ = working.cancelled() or working.exception()
+        raise
 
 
 class Conducted:
@@ -136,19 +159,14 @@ class Conducted:
         """As `Exchange.claim`; waits without holding a thread or a connection."""
         claiming = asyncio.ensure_future(arun(self.exchange.claim(account), self._execute))
         self._claiming = claiming
-        try:
-            return await asyncio.shield(claiming)
-        except asyncio.CancelledError:
-            # Once: however often the request is cancelled, what the claim has begun is given back undisturbed.
-            claiming.cancel()
-            raise
+        return await _to_its_end(claiming, cancel=True)
 
     async def _execute(self, command: Command[Any]) -> Any:
         return await self.driven.execute(command)
 
     async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Await a handler that works in a thread."""
-        return await self.driven.call(work)
+        return await _to_its_end(asyncio.ensure_future(self.driven.call(work)))
 
     async def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
@@ -158,7 +176,7 @@ class Conducted:
     async def conclude(self, answer: Answer) -> Answer | None:
         """As `Exchange.conclude`. A cancelled request is concluded all the same."""
         self._ended = asyncio.ensure_future(self._end(self.exchange.conclude(answer)))
-        instead: Answer | None = await asyncio.shield(self._ended)
+        instead: Answer | None = await _to_its_end(self._ended)
         return instead
 
     async def abandon(self) -> None:

@@ -158,6 +158,8 @@ class Exchange:
         self._claimed: Claimed | None = None
         self._account: str | None = None
         self._events: list[Event] = []
+        self._shown: tuple[str | None, str | None, str] | None = None
+        """Account, key and route as events show them."""
         self._key: str | None = None
         self._key_error: KeyInvalid | None = None
         try:
@@ -391,10 +393,12 @@ class Exchange:
     # --- events --------------------------------------------------------------------------------
 
     def _note(self, outcome: Outcome, **more: Any) -> None:
-        shown = self.settings.shown
-        account = None if self._account is None else shown(self._account)
-        key = None if self._key is None else shown(self._key)
-        self._events.append(Event(outcome, account, key, f"{self.request.method} {self.request.route}", **more))
+        if self._shown is None:
+            shown = self.settings.shown
+            account = None if self._account is None else shown(self._account)
+            key = None if self._key is None else shown(self._key)
+            self._shown = account, key, f"{self.request.method} {self.request.route}"
+        self._events.append(Event(outcome, *self._shown, **more))
 
     def emit(self) -> None:
         """Tell what happened. Called when no transaction of this exchange is open any more."""

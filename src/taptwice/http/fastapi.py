@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.params import Depends as DependsParameter
+from fastapi.requests import HTTPConnection
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
@@ -36,7 +37,7 @@ __all__ = ["Idempotency", "IdempotentRoute", "NotSaved"]
 TWICE = "this route is marked as keyed twice: one route, one marker"
 
 ACCOUNT = "taptwice_account"
-EXCHANGE = "taptwice_exchange"
+CONNECTION = "taptwice_connection"
 WRAPPED = "__taptwice_wrapped__"
 
 
@@ -115,11 +116,6 @@ def _template(route: APIRoute, scope: Scope) -> str:
     return path
 
 
-async def _exchange(request: Request) -> Conducted | None:
-    found: Conducted | None = request.scope.get(SCOPE_KEY)
-    return found
-
-
 def _layers(endpoint: Any) -> Iterator[Any]:
     """The endpoint, and what is below its decorators, partials and instances."""
     yield endpoint
@@ -138,8 +134,13 @@ def _typed(endpoint: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(endpoint)
 
 
+def _depends_on(parameter: inspect.Parameter, dependency: Callable[..., Any]) -> bool:
+    marks = (*getattr(parameter.annotation, "__metadata__", ()), parameter.default)
+    return any(type(mark) is DependsParameter and mark.dependency is dependency for mark in marks)
+
+
 def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
-    """The endpoint, called inside the claim. Its signature asks FastAPI for account and exchange as well."""
+    """The endpoint, called inside the claim. Its signature asks for account and connection too."""
     layers = list(_layers(endpoint))
     if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in layers):
         raise Misuse(
@@ -150,7 +151,9 @@ def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
 
     @functools.wraps(endpoint)
     async def claimed(**values: Any) -> Any:
-        account, conducted = values.pop(ACCOUNT), values.pop(EXCHANGE)
+        account = values[account_in] if account_in else values.pop(ACCOUNT)
+        connection = values[connection_in] if connection_in else values.pop(CONNECTION)
+        conducted: Conducted | None = connection.scope.get(SCOPE_KEY)
         call = functools.partial(endpoint, **values)
         if not is_async:
             call = functools.partial(run_in_threadpool, call)
@@ -158,13 +161,21 @@ def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
             return await call()
         return await claim_and_call(conducted, account, call, is_async)
 
-    asks = [(ACCOUNT, keyed.once.account), (EXCHANGE, _exchange)]
-    ours = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Any, Depends(dependency)])
-        for name, dependency in asks
-    ]
     signature = _typed(endpoint)
     theirs = list(signature.parameters.values())
+    # What they ask for is not asked again: solving a dependency is most of what FastAPI costs, and of a
+    # connection it fills one parameter only.
+    account_in = next((each.name for each in theirs if _depends_on(each, keyed.once.account)), None)
+    connection_in = next((each.name for each in theirs if each.annotation is HTTPConnection), None)
+    asks: dict[str, Any] = {}
+    if account_in is None:
+        asks[ACCOUNT] = Annotated[Any, Depends(keyed.once.account)]
+    if connection_in is None:
+        asks[CONNECTION] = HTTPConnection
+    ours = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+        for name, annotation in asks.items()
+    ]
     at = len(theirs) - any(each.kind is inspect.Parameter.VAR_KEYWORD for each in theirs)
     setattr(claimed, "__signature__", signature.replace(parameters=[*theirs[:at], *ours, *theirs[at:]]))  # noqa: B010
     setattr(claimed, WRAPPED, True)

@@ -1,6 +1,7 @@
 """SQLAlchemy sessions that work in the claim's transaction.
 
     Session = joined(async_sessionmaker(engine))
+    db = SQLAlchemy(session_options=joined_options())       # Flask-SQLAlchemy
 
 Inside a keyed handler such a session works on the connection of the claim: its commit releases a savepoint,
 its rollback goes back to one, and the real commit comes with the answer. Everywhere else it is the session
@@ -103,6 +104,17 @@ def joined(maker: Maker) -> Maker:
         base = settings.pop("sync_session_class", None) or maker.class_.sync_session_class
         return type(maker)(class_=maker.class_, sync_session_class=joining(base), **settings)
     return type(maker)(class_=joining(maker.class_), **settings)
+
+
+def joined_options(**options: Any) -> dict[str, Any]:
+    """Session options of Flask-SQLAlchemy for sessions that join the claim's transaction.
+
+    SQLAlchemy(app, session_options=joined_options())
+    """
+    from flask_sqlalchemy.session import Session as FlaskSession
+
+    base = options.pop("class_", FlaskSession)
+    return {**options, "class_": joining(base), "join_transaction_mode": "create_savepoint"}
 
 
 def watch(engine: Engine | AsyncEngine) -> None:

@@ -1,7 +1,7 @@
 """The edge for WSGI, and the claim for plain WSGI applications.
 
     once = Idempotency(pool)
-    app = once.keyed(charge, account=who)       # charge(environ, start_response) works on once.connection(environ)
+    app = once.keyed(charge, account=who)   # charge(environ, start_response) has once.connection(environ)
 
 A WSGI server joins header lines of one name with commas. A key that was sent twice is refused all the same,
 because a key with a comma in it must be quoted.
@@ -9,11 +9,12 @@ because a key with a comma in it must be quoted.
 
 from __future__ import annotations
 
+import http.client
+import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from http import HTTPStatus
 from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -46,6 +47,8 @@ class Conducted:
     def __init__(self, exchange: Exchange, gate: ThreadGate) -> None:
         self.exchange = exchange
         self._gate = gate
+        self._place = ExitStack()
+        self._waits = False
 
     @property
     def handle(self) -> Any:
@@ -54,7 +57,8 @@ class Conducted:
 
     def claim(self, account: str | None) -> Answer | None:
         """As `Exchange.claim`; waits without holding a connection."""
-        return self._run(self.exchange.claim(account))
+        with self._place:
+            return self._run(self.exchange.claim(account))
 
     def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
@@ -88,19 +92,20 @@ class Conducted:
 
     def _execute(self, command: Command[Reply]) -> Reply:
         executor = self.exchange.executor
-        if isinstance(command, Sleep) and executor.dialect != "sqlite":
-            # Another process has the key. (On SQLite it is the right to write that is waited for, by any key.)
-            with self._gate.waiting():
-                return executor.execute(command)  # type: ignore[no-any-return]
-        return executor.execute(command)  # type: ignore[no-any-return]
+        if isinstance(command, Sleep) and executor.dialect != "sqlite" and not self._waits:
+            # Another process has the key. (On SQLite any key waits, for the right to write.)
+            self._place.enter_context(self._gate.waiting())
+            self._waits = True
+        reply: Reply = executor.execute(command)
+        return reply
 
 
 class WsgiSettings(Settings):
     """What the WSGI frameworks' `Idempotency` have in common.
 
     `threads`: how many the server has in a process (gunicorn's ``--threads``). Half of them may wait for a
-    first attempt; a duplicate beyond that is told at once that the first is in progress. With one thread nobody
-    waits.
+    first attempt; a duplicate beyond that is told at once that the first is in progress. With one thread
+    nobody waits.
     """
 
     def __init__(self, origin: Any, *, threads: int = 8, **settings: Any) -> None:
@@ -112,9 +117,11 @@ class WsgiSettings(Settings):
         """Where connections come from: they must block, as the server does."""
         found = super().source
         if not found.blocking:
-            raise Misuse(
-                "WSGI has no event loop: give an engine, pool or connection that blocks, not an async one"
-            )
+            raise Misuse("WSGI has no event loop: give an engine, pool or function whose connections block")
+        if hasattr(found, "engine"):
+            from taptwice.http.joined import watch  # SQLAlchemy is an extra
+
+            watch(found.engine)
         return found
 
     def sweeping(self, every: float | str = "10m", batch: int = 1000) -> Sweeping:
@@ -191,6 +198,19 @@ def read_body(environ: Environ, reading: Reading) -> bytes:
     return body
 
 
+def check_view(view: Any) -> None:
+    """Raises `Misuse` for a function that has not done its work when it returns."""
+    for each in (view, inspect.unwrap(view)):
+        name = getattr(view, "__qualname__", repr(view))
+        if inspect.iscoroutinefunction(each):
+            raise Misuse(f"{name} is an async function: a keyed handler under WSGI is a plain def")
+        if inspect.isgeneratorfunction(each):
+            raise Misuse(
+                f"{name} is a generator and would still be working after its answer was committed: do the "
+                "work first, then return a generator of the answer"
+            )
+
+
 def hold(policy: Policy, start: Message, chunks: Iterator[bytes]) -> Conclude:
     """Take from `chunks` what must be known of an answer before the commit; what follows stays in them."""
     holding = Holding(policy)
@@ -213,7 +233,7 @@ def send(messages: Iterable[Message], start_response: StartResponse) -> Iterator
     """The beginning goes to the server at once; given back is what it is to send behind that."""
     start, *parts = messages
     status = start["status"]
-    phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "Unknown"
+    phrase = http.client.responses.get(status, "Unknown")
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"]]
     start_response(start.get("line") or f"{status} {phrase}", headers)
     return (part["body"] for part in parts if part["body"])

@@ -1,0 +1,1 @@
+"""The reference applications, one file a framework: small enough to be copied."""

@@ -1,0 +1,274 @@
+"""A database and a driver, as the reference applications use them: one way to run SQL on all of them.
+
+    stack = Stack.named("asyncpg", dsn, pool_size=10)
+    once = Idempotency(stack.origin, account=…)
+    Database(connection).execute("UPDATE wallets SET … WHERE id = :id", id="w1")
+
+A handler is written once, awaiting. On a blocking driver `Stack.endpoint` makes the plain function of it
+that such a service would have: nothing in it ever suspends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from taptwice.errors import Misuse
+
+DRIVERS = {
+    "sqlite": ("sqlite3", "aiosqlite"),
+    "postgresql": ("psycopg", "psycopg-async", "asyncpg", "sqlalchemy", "sqlalchemy-async"),
+}
+BLOCKING = frozenset({"sqlite3", "psycopg", "sqlalchemy"})
+
+_NAME = re.compile(r"(?<!:):([a-z_]+)")
+
+PATIENCE = 4
+"""Seconds to wait for a connection, so that an unreachable database is an answer and not a hang."""
+
+
+class Database:
+    """SQL with ``:name`` parameters on a connection or session of any driver, told apart by its methods."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def execute(self, statement: str, **values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement; the rows that it gives."""
+        connection = self._connection
+        if hasattr(connection, "fetchrow"):  # asyncpg
+            names = list(dict.fromkeys(_NAME.findall(statement)))
+            numbered = _NAME.sub(lambda found: f"${names.index(found[1]) + 1}", statement)
+            return [tuple(row) for row in await connection.fetch(numbered, *(values[name] for name in names))]
+        if hasattr(connection, "pgconn"):  # psycopg, both kinds
+            cursor = await _now(connection.execute(_NAME.sub(r"%(\1)s", statement), values))
+            return [tuple(row) for row in await _now(cursor.fetchall())] if cursor.description else []
+        if hasattr(connection, "row_factory"):  # sqlite3, aiosqlite
+            cursor = await _now(connection.execute(statement, values))
+            return [tuple(row) for row in await _now(cursor.fetchall())]
+        from sqlalchemy import text
+
+        result = await _now(connection.execute(text(statement), values))
+        return [tuple(row) for row in result] if result.returns_rows else []
+
+    async def commit(self) -> None:
+        """What a session needs outside a claim; a connection of `once.connection` is committed for us."""
+        if hasattr(self._connection, "get_bind"):
+            await _now(self._connection.commit())
+
+
+async def _now(value: Any) -> Any:
+    return await value if isinstance(value, Awaitable) else value
+
+
+def drive(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never suspends, because everything beneath it blocks."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise Misuse("a handler on a blocking driver awaited something that does not block")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where the application's connections come from. `open` and `close` belong around its life."""
+
+    driver: str
+    origin: Any
+    open: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+
+    @property
+    def sessions(self) -> bool:
+        """Whether the origin makes sessions of SQLAlchemy."""
+        return self.driver.startswith("sqlalchemy")
+
+    def endpoint(self, handler: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+        """The handler as this driver wants it: awaiting, or a plain function that blocks."""
+        if self.driver not in BLOCKING:
+            return handler
+
+        def blocking(**values: Any) -> Any:
+            return drive(handler(**values))
+
+        # Not functools.wraps: __wrapped__ would show a coroutine function beneath.
+        functools.update_wrapper(blocking, handler)
+        del blocking.__wrapped__  # type: ignore[attr-defined]
+        blocking.__signature__ = inspect.signature(handler, eval_str=True)  # type: ignore[attr-defined]
+        return blocking
+
+    async def reading(self, statement: str) -> list[tuple[Any, ...]]:
+        """Read something on a connection of its own, as a login does before the claim."""
+        if self.driver in ("sqlite3", "aiosqlite"):
+            connection = await _now(self.origin())
+            try:
+                return await Database(connection).execute(statement)
+            finally:
+                await _now(connection.close())
+        lend = getattr(self.origin, "connection", None) or getattr(self.origin, "acquire", None) or self.origin
+        async with AsyncExitStack() as stack:
+            lent = lend()
+            connection = await stack.enter_async_context(lent) if hasattr(lent, "__aenter__") else stack.enter_context(lent)
+            return await Database(connection).execute(statement)
+
+    @classmethod
+    def named(
+        cls, driver: str, dsn: str, pool_size: int = 10, timeout: float | None = None, isolation: str | None = None
+    ) -> Stack:
+        """The stack of a driver on a database: a file's path for SQLite, else a URL.
+
+        `timeout`: seconds for one statement; `isolation` as in SQL. To be called on the event loop.
+        """
+        try:
+            make = _MAKERS[driver]
+        except KeyError:
+            raise Misuse(f"no driver {driver!r}; there are {', '.join(_MAKERS)}") from None
+        return make(driver, dsn, pool_size, timeout, isolation)
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _sqlite3(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    import sqlite3
+
+    return Stack(driver, lambda: sqlite3.connect(dsn, check_same_thread=False), _nothing, _nothing)
+
+
+def _aiosqlite(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    import aiosqlite
+
+    return Stack(driver, lambda: aiosqlite.connect(dsn), _nothing, _nothing)
+
+
+def _options(timeout: float | None, isolation: str | None) -> str:
+    """Settings of the server that travel with the connection."""
+    options = []
+    if timeout is not None:
+        options.append(f"-c statement_timeout={int(timeout * 1000)}")
+    if isolation is not None:
+        options.append(f"-c default_transaction_isolation={isolation.replace(' ', chr(92) + ' ')}")
+    return " ".join(options)
+
+
+def _psycopg(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    from psycopg_pool import ConnectionPool
+
+    pool = ConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=pool_size,
+        open=False,
+        timeout=PATIENCE,
+        kwargs={"connect_timeout": PATIENCE, "options": _options(timeout, isolation)},
+        check=ConnectionPool.check_connection,
+    )
+
+    async def open_() -> None:
+        pool.open(wait=True)
+
+    async def close() -> None:
+        pool.close()
+
+    return Stack(driver, pool, open_, close)
+
+
+def _psycopg_async(
+    driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None
+) -> Stack:
+    from psycopg_pool import AsyncConnectionPool
+
+    pool = AsyncConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=pool_size,
+        open=False,
+        timeout=PATIENCE,
+        kwargs={"connect_timeout": PATIENCE, "options": _options(timeout, isolation)},
+        check=AsyncConnectionPool.check_connection,
+    )
+
+    async def open_() -> None:
+        await pool.open(wait=True)
+
+    return Stack(driver, pool, open_, pool.close)
+
+
+def _asyncpg(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    import asyncpg
+
+    settings = {} if isolation is None else {"default_transaction_isolation": isolation}
+    pool = asyncpg.create_pool(
+        dsn,
+        min_size=1,
+        max_size=pool_size,
+        timeout=timeout or PATIENCE,
+        command_timeout=timeout,
+        server_settings=settings,
+    )
+
+    async def open_() -> None:
+        await pool
+
+    async def close() -> None:
+        pool.terminate()
+
+    return Stack(driver, pool, open_, close)
+
+
+def _sqlalchemy(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    from sqlalchemy import create_engine
+    from sqlalchemy.orm import sessionmaker
+
+    engine = create_engine(
+        dsn.replace("postgresql://", "postgresql+psycopg://"),
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_pre_ping=True,
+        pool_timeout=PATIENCE,
+        connect_args={"connect_timeout": PATIENCE, "options": _options(timeout, isolation)},
+    )
+
+    async def close() -> None:
+        engine.dispose()
+
+    return Stack(driver, sessionmaker(engine), _nothing, close)
+
+
+def _sqlalchemy_async(
+    driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None
+) -> Stack:
+    from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+
+    settings = {} if isolation is None else {"default_transaction_isolation": isolation}
+    engine = create_async_engine(
+        dsn.replace("postgresql://", "postgresql+asyncpg://"),
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_pre_ping=True,
+        pool_timeout=PATIENCE,
+        connect_args={
+            "timeout": timeout or PATIENCE,
+            "command_timeout": timeout,
+            "server_settings": settings,
+        },
+    )
+    return Stack(driver, async_sessionmaker(engine), _nothing, engine.dispose)
+
+
+_MAKERS: dict[str, Callable[[str, str, int, float | None, str | None], Stack]] = {
+    "sqlite3": _sqlite3,
+    "aiosqlite": _aiosqlite,
+    "psycopg": _psycopg,
+    "psycopg-async": _psycopg_async,
+    "asyncpg": _asyncpg,
+    "sqlalchemy": _sqlalchemy,
+    "sqlalchemy-async": _sqlalchemy_async,
+}

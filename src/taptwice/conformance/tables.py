@@ -1,0 +1,44 @@
+"""The tables of the reference application, and the counts that the cases expect of them."""
+
+from __future__ import annotations
+
+from taptwice.sql import Dialect
+
+TABLES = ("payments", "transfers", "ledger", "wallets", "effects", "uploads", "unkeyed")
+
+_TABLES = """
+CREATE TABLE payments (id text PRIMARY KEY, amount_cents bigint NOT NULL, currency text NOT NULL);
+CREATE TABLE transfers (id text PRIMARY KEY, source text NOT NULL, target text NOT NULL, amount_cents bigint NOT NULL);
+CREATE TABLE ledger (transfer text NOT NULL, wallet text NOT NULL, amount_cents bigint NOT NULL);
+CREATE TABLE wallets (id text PRIMARY KEY, balance_cents bigint NOT NULL);
+CREATE TABLE effects (id text PRIMARY KEY);
+CREATE TABLE uploads (id text PRIMARY KEY, note text NOT NULL, filename text NOT NULL, size bigint NOT NULL);
+CREATE TABLE unkeyed (id text PRIMARY KEY);
+"""
+
+_FRESH = "INSERT INTO wallets (id, balance_cents) VALUES ('w1', 10000), ('w2', 0)"
+
+SEED = {
+    "sqlite": """
+        WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {n})
+        INSERT INTO taptwice_records
+               (id, created_at, expires_at, fingerprint_version, status, fingerprint, body)
+        SELECT CAST(printf('seed%012d', i) AS BLOB), unixepoch() - {age}, unixepoch() - {age} + 86400, 1, 201, x'00', x''
+          FROM n""",
+    "postgresql": """
+        INSERT INTO taptwice_records
+               (id, created_at, expires_at, fingerprint_version, status, fingerprint, body)
+        SELECT gen_random_uuid(), now() - interval '{age} s', now() - interval '{age} s' + interval '24 h',
+               1, 201, '\\x00', '' FROM generate_series(1, {n})""",
+}
+"""Insert n records of an age in seconds, as if they had been made by requests."""
+
+
+def making(dialect: Dialect) -> list[str]:
+    """The statements that make them."""
+    return [part for each in _TABLES.split(";") if (part := each.strip())]
+
+
+def emptying() -> list[str]:
+    """The statements after which every table is as at the beginning of a case."""
+    return [*(f"DELETE FROM {table}" for table in (*TABLES, "taptwice_records")), _FRESH]  # noqa: S608
