@@ -93,7 +93,8 @@ class Proxy:
                     length = 1 + int.from_bytes(pending[1:5], "big")
                     if len(pending) < length:
                         break
-                    self.statements += pending[:1] == b"C"  # CommandComplete
+                    # CommandComplete, or PortalSuspended: asyncpg's fetchval asks for one row and no end.
+                    self.statements += pending[:1] in (b"C", b"s")
                     pending = pending[length:]
             client.sendall(data)
 

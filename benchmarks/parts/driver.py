@@ -502,7 +502,8 @@ def _compared(
 ) -> list[Result]:
     found = in_turn(variants, rounds, seconds)
     group = f"driver · {library}"
-    results = [Result(group, "bare work", "", f"{found.median('bare'):,.0f}/s")]
+    cpu = 1e6 * min(found.cpu["bare"])
+    results = [Result(group, "bare work", "", f"{found.median('bare'):,.0f}/s; {cpu:.0f} µs of CPU")]
     for name in variants:
         if name == "ours" and goal is None:
             rate = found.median(name)

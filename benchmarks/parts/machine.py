@@ -63,14 +63,17 @@ def facts(url: str) -> list[str]:
     """The machine in a few lines, without its name."""
     server = settings(url)
     postgres = server.pop("server_version").split()[0]
+    parser = "httptools" if _installed("httptools") else "h11"
+    load = os.getloadavg()[0]
+    busy = "; **the machine was busy with other work: these ratios are rough**" if load > 1 else ""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES if _installed(name))
     return [
         f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {platform.system()} {platform.release()}",
         f"one write of 8 KiB and its fdatasync: {_sync_ms():.2f} ms (median)",
-        f"PostgreSQL {postgres}: {', '.join(map(' '.join, server.items()))}",
+        f"PostgreSQL {postgres}: " + ", ".join(map(" ".join, server.items())),
         f"Python {sys.version.split()[0]}, {packages}",
-        f"uvicorn with {'httptools' if _installed('httptools') else 'h11'} and asyncio's own loop, one worker",
-        f"load average when the run began: {os.getloadavg()[0]:.1f}",
+        f"uvicorn with {parser} and asyncio's own loop, one worker",
+        f"load average when the run began: {load:.1f}{busy}",
     ]
 
 

@@ -27,6 +27,8 @@ class Rounds:
     """Operations a second, one number a round; the rounds of all variants were run in turn."""
 
     rates: Mapping[str, Sequence[float]] = field(repr=False)
+    cpu: Mapping[str, Sequence[float]] = field(repr=False, default_factory=dict)
+    """Seconds of this process's processor an operation: what is left of a figure on a busy machine."""
 
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -44,7 +46,8 @@ class Rounds:
 
     def shown(self, name: str, base: str) -> str:
         ratio, best = self.ratio(name, base), self.best_ratio(name, base)
-        return f"{ratio:.2f} ({best:.2f} of best rounds; {self.median(name):,.0f}/s)"
+        cpu = f"; {1e6 * min(self.cpu[name]):.0f} µs of CPU" if name in self.cpu else ""
+        return f"{ratio:.2f} ({best:.2f} of best rounds; {self.median(name):,.0f}/s{cpu})"
 
 
 def in_turn(variants: Mapping[str, Variant], rounds: int, seconds: float) -> Rounds:
@@ -54,11 +57,14 @@ def in_turn(variants: Mapping[str, Variant], rounds: int, seconds: float) -> Rou
         variant(20)
         number[name] = max(20, int(seconds * _rate(variant, 50)))
     rates: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            begun = time.process_time()
             rates[name].append(_rate(variants[name], number[name]))
-    return Rounds(rates)
+            cpu[name].append((time.process_time() - begun) / number[name])
+    return Rounds(rates, cpu)
 
 
 def _rate(variant: Variant, number: int) -> float:

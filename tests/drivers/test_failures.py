@@ -333,6 +333,33 @@ async def test_a_reader_that_keeps_sqlite_from_committing(kit: Kit, tmp_path: Pa
     await one_charge(kit, asked())
 
 
+@on(["sqlite3", "aiosqlite", "sqlalchemy-engine-pysqlite", "sqlalchemy-async-engine-aiosqlite"])
+async def test_commit_waits_for_a_reader(kit: Kit) -> None:
+    """As long as the connection's own busy_timeout says, whatever the claim's wait was."""
+    with contextlib.closing(sqlite3.connect(kit.place)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    executor, claimed = await claim(kit, asked())
+    await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
+    with contextlib.closing(sqlite3.connect(kit.place, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM work").fetchall()
+        finishing = asyncio.create_task(finish(kit, asked(), executor, claimed))
+        await until(lambda: _somebody_commits(kit.place), "COMMIT waits for the reader")
+        reader.execute("ROLLBACK")
+        assert await finishing == Concluded(DONE)
+    assert (kit.count("work"), kit.count("taptwice_records")) == (1, 1)
+
+
+def _somebody_commits(path: str) -> bool:
+    """From then on SQLite lets no further reader in."""
+    with contextlib.closing(sqlite3.connect(path, timeout=0)) as reader:
+        try:
+            reader.execute("SELECT count(*) FROM work").fetchall()
+        except sqlite3.OperationalError:
+            return True
+    return False
+
+
 async def test_a_connection_of_another_thread_says_how_to_open_it(tmp_path: Path) -> None:
     from taptwice.drivers import sqlite as sqlite_driver
 

@@ -18,7 +18,17 @@ from taptwice.core.plan import run
 from taptwice.errors import Contention, InFlight, KeyReused, Misuse, Torn
 from taptwice.flows.transaction import Asked, Claimed, Replayed, join, settle, withdraw
 from taptwice.stores.sql import SqlStore
-from tests.drivers.kits import Kit, asked, on, on_all, on_postgres, on_sqlite, sqlite_database, until
+from tests.drivers.kits import (
+    POSTGRES,
+    Kit,
+    asked,
+    on,
+    on_all,
+    on_postgres,
+    on_sqlite,
+    sqlite_database,
+    until,
+)
 
 DONE = Answer(201, (("content-type", "text/plain"),), b"done\0\xff")
 
@@ -180,10 +190,9 @@ async def test_who_waits_replays_the_first(kit: Kit) -> None:
     assert replayed.record.answer == DONE
 
 
-@on_all
+# On SQLAlchemy's SQLite a claim begins the transaction that SQLAlchemy only has in mind.
+@on(["sqlite3", "aiosqlite", *POSTGRES])
 async def test_no_transaction_no_claim(kit: Kit) -> None:
-    if kit.name.startswith("sqlalchemy") and kit.dialect == "sqlite":
-        pytest.skip("there a claim begins the transaction that SQLAlchemy only has in mind")
     async with kit.caller(begin=False) as connection:
         with pytest.raises(Misuse, match=r"BEGIN IMMEDIATE|connection\.transaction\(\)|AUTOCOMMIT"):
             await Joined(kit, connection).claim(asked())

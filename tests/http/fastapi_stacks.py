@@ -5,6 +5,8 @@ ever suspends. `Stack.app` makes the application, `Stack.client` a client of it,
 truth through a connection of its own, `Stack.borrowed` says how many connections are not back.
 """
 
+# ruff: noqa: B008 - a dependency as a default is how FastAPI spells what only this function knows
+
 from __future__ import annotations
 
 import asyncio
@@ -94,8 +96,8 @@ class Work:
             return "NULL" if value is None else repr(value)
 
         rows = await self.execute(
-            f"INSERT INTO charges (amount, note, parent) VALUES ({amount}, {literal(note)}, {literal(parent)}) "
-            "RETURNING id"
+            "INSERT INTO charges (amount, note, parent) "
+            f"VALUES ({amount}, {literal(note)}, {literal(parent)}) RETURNING id"
         )
         return int(rows[0][0])
 
@@ -379,5 +381,5 @@ def on(*names: str) -> pytest.MarkDecorator:
 async def until(condition: Callable[[], bool]) -> None:
     """Let the others run until something is so."""
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for knows of no event
             await asyncio.sleep(0.001)

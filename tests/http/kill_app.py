@@ -35,7 +35,7 @@ from taptwice.events import Event
 from taptwice.http.starlette import Idempotency
 from tests.http.shop import Shop
 
-STACKS = ("sqlite3", "aiosqlite", "psycopg", "asyncpg")
+STACKS = ("sqlite3", "psycopg", "asyncpg")
 POINTS = ("claimed", "worked", "saving", "saved", "committed", "replying")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from typing import Any
 
 import asyncpg
@@ -27,6 +28,9 @@ from tests.http.fastapi_stacks import (
     replayed,
     work_of_one_row,
 )
+
+INTEGRITY = (IntegrityError, sqlite3.IntegrityError, psycopg.IntegrityError, asyncpg.UniqueViolationError)
+"""What each stack says to a second row with the same note."""
 
 # --- one effect, one answer ---------------------------------------------------------------------------------
 
@@ -330,8 +334,8 @@ async def test_a_nested_savepoint(stack: Stack) -> None:
         try:
             async with work.savepoint():
                 await work.insert(2, "same")
-        except Exception as error:
-            assert "unique" in str(error).lower()
+        except INTEGRITY:
+            pass
         async with work.savepoint():
             await work.insert(3)
         return {}
@@ -349,8 +353,8 @@ async def test_a_swallowed_error_does_nothing(stack: Stack) -> None:
         await work.insert(1, "same")
         try:
             await work.insert(2, "same")
-        except Exception as error:
-            assert "unique" in str(error).lower()
+        except INTEGRITY:
+            pass
         return {}
 
     async with stack.client(handler) as client:
@@ -380,12 +384,16 @@ async def test_a_raw_commit_tears_but_blocks_nobody(stack: Stack, strict: bool) 
     assert [type(error) for error in raised] == ([Torn] if strict else [])
     assert (again.status_code, replayed(again)) == (201, True), "the answer was saved, strict or not"
     assert stack.rows() == [5]
-    assert [event.outcome.value for event in stack.events] == ["new", "torn", "replayed"] if strict else [
-        "new",
-        "torn",
-        "finished",
-        "replayed",
-    ]
+    assert (
+        [event.outcome.value for event in stack.events] == ["new", "torn", "replayed"]
+        if strict
+        else [
+            "new",
+            "torn",
+            "finished",
+            "replayed",
+        ]
+    )
 
 
 @on(*SESSIONS)

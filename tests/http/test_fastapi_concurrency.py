@@ -359,35 +359,33 @@ async def test_a_base_http_middleware_outside(stack: Stack) -> None:
 # --- the control: what everybody writes first ---------------------------------------------------------------
 
 
-def check_then_insert(stack: Stack) -> FastAPI:
-    """Look for the key, work, save: right for one client at a time."""
+def check_then_insert(stack: Stack, together: int) -> FastAPI:
+    """Look for the key, work, save: right for one client at a time. Goes on when so many have looked."""
     app = FastAPI()
+    looked = 0
 
     @app.post("/charges", status_code=201)
     async def charge() -> dict[str, int]:
+        nonlocal looked
         async with stack.engine.begin() as connection:
             found = (await connection.execute(text("SELECT id FROM charges WHERE amount = 77"))).scalar()
+            looked += 1
+            await until(lambda: looked >= together)
             if found is None:
                 insert = text("INSERT INTO charges (amount) VALUES (77) RETURNING id")
                 found = (await connection.execute(insert)).scalar_one()
             return {"id": found}
-
-    @app.get("/warm")
-    async def warm() -> None:
-        async with stack.engine.connect() as connection:
-            await connection.execute(text("SELECT pg_sleep(0.02)"))
 
     return app
 
 
 @on("sqlalchemy-asyncpg")
 async def test_the_control_passes_in_sequence_and_fails_at_once(stack: Stack) -> None:
-    async with Client(check_then_insert(stack)) as client:
+    async with Client(check_then_insert(stack, 1)) as client:
         assert len({(await client.charge()).content for _ in range(5)}) == 1
     assert stack.rows() == [77]
     stack.execute("DELETE FROM charges")
-    async with Client(check_then_insert(stack)) as client:
-        await asyncio.gather(*(client.get("/warm") for _ in range(5)))  # all five connections are there
+    async with Client(check_then_insert(stack, 2)) as client:
         await asyncio.gather(*(client.charge() for _ in range(20)))
     assert len(stack.rows()) > 1, "a test that this passes would prove nothing"
 
@@ -403,25 +401,24 @@ async def test_a_request_cancelled_during_its_commit(stack: Stack, kind: str) ->
     def is_end(command: Any) -> bool:
         return any(isinstance(part, Commit) for part in getattr(command, "commands", ()))
 
-    class Slow(type(once.source.open())):  # type: ignore[misc]  # the stack's own
-        if stack.blocking:
+    def blocking(executor: Any, command: Any) -> Any:
+        if is_end(command):
+            drive(door.wait(True))
+        return original(executor, command)
 
-            def execute(self, command: Any) -> Any:
-                if is_end(command):
-                    drive(door.wait(True))
-                return original(self, command)
-        else:
+    async def awaiting(executor: Any, command: Any) -> Any:
+        if is_end(command):
+            await door.wait(False)
+        return await original(executor, command)
 
-            async def execute(self, command: Any) -> Any:
-                if is_end(command):
-                    await door.wait(False)
-                return await original(self, command)
-
+    slow_kind = type(
+        "Slow", (type(once.source.open()),), {"execute": blocking if stack.blocking else awaiting}
+    )
     open_ = once.source.open
 
     def slow() -> Any:
         executor = open_()
-        executor.__class__ = Slow
+        executor.__class__ = slow_kind
         return executor
 
     once.source.open = slow  # type: ignore[method-assign]

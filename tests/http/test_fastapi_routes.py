@@ -1,5 +1,7 @@
 """Which routes are keyed, how their endpoints may look, and what is refused where it is written."""
 
+# ruff: noqa: B008 - a dependency as a default is how FastAPI spells what only this function knows
+
 from __future__ import annotations
 
 import asyncio

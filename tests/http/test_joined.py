@@ -1,8 +1,11 @@
 """The user's own sessions inside a claim: they join it, however they are made."""
 
+# ruff: noqa: B008 - a dependency as a default is how FastAPI spells what only this function knows
+
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -120,13 +123,14 @@ async def test_the_users_own_get_session(stack: Stack, how: str, scope: Any) -> 
     app = FastAPI()
     once = stack.once()
     router = APIRouter(route_class=IdempotentRoute)
-    maker = joined(stack.origin)
+    given = given_by(stack, joined(stack.origin), how)
+    if scope == "function" and "scope" not in inspect.signature(Depends).parameters:
+        pytest.skip("an older FastAPI, which knows one scope, and closes it before the answer leaves")
+    own: Any = Depends(given, scope="function") if scope == "function" else Depends(given)
 
     if stack.blocking:
 
-        def blocking(
-            body: ChargeIn, db: Any = Depends(given_by(stack, maker, how), scope=scope)
-        ) -> dict[str, int]:
+        def blocking(body: ChargeIn, db: Any = own) -> dict[str, int]:
             stack.calls += 1
             work = handler(Work(db))
             try:
@@ -138,9 +142,7 @@ async def test_the_users_own_get_session(stack: Stack, how: str, scope: Any) -> 
         endpoint: Any = blocking
     else:
 
-        async def awaiting(
-            body: ChargeIn, db: Any = Depends(given_by(stack, maker, how), scope=scope)
-        ) -> dict[str, int]:
+        async def awaiting(body: ChargeIn, db: Any = own) -> dict[str, int]:
             stack.calls += 1
             return dict(await handler(Work(db)))
 
@@ -274,7 +276,7 @@ async def test_sessions_that_interleave(stack: Stack) -> None:
         nested = await client.charge("key-1")
         crossed = await client.charge("key-2")
     assert nested.status_code == 201
-    # Savepoints nest: the outer one takes the inner one with it. Both are kept, or it fails loudly with nothing done.
+    # Savepoints nest, and the outer one takes the inner one with it: all is kept, or nothing, and loudly.
     if crossed.status_code == 201:
         assert stack.rows() == [1, 2, 1, 2]
     else:
@@ -342,8 +344,10 @@ def login_through_session(stack: Stack, given: Any, write: bool = False) -> Fast
 async def test_a_login_that_reads_through_the_handlers_session(stack: Stack, how: str) -> None:
     stack.execute("INSERT INTO charges (amount, note) VALUES (0, 'acct_1')")
     maker = joined(stack.origin)
-    given = Idempotency(stack.origin, account=account).session if how == "once.session" else given_by(
-        stack, maker, how
+    given = (
+        Idempotency(stack.origin, account=account).session
+        if how == "once.session"
+        else given_by(stack, maker, how)
     )
     async with Client(login_through_session(stack, given)) as client:
         assert (await client.charge("key-1", authorization="nobody")).status_code == 401
@@ -427,7 +431,10 @@ async def test_two_sessions_at_once_fail_loudly(stack: Stack) -> None:
 
 def test_makers_with_binds_are_refused() -> None:
     engine, awaiting = create_engine("sqlite://"), create_async_engine("sqlite+aiosqlite://")
-    for maker in (sessionmaker(engine, binds={Charge: engine}), async_sessionmaker(awaiting, binds={Charge: awaiting})):
+    for maker in (
+        sessionmaker(engine, binds={Charge: engine}),
+        async_sessionmaker(awaiting, binds={Charge: awaiting}),
+    ):
         with pytest.raises(Misuse, match="binds="):
             joined(maker)
         with pytest.raises(Misuse, match="binds="):
@@ -441,7 +448,9 @@ def test_a_joined_maker_makes_the_users_own_class() -> None:
     class Inner(Session):
         """Of the user's, too."""
 
-    awaiting = joined(async_sessionmaker(create_async_engine("sqlite+aiosqlite://"), class_=Mine, sync_session_class=Inner))
+    awaiting = joined(
+        async_sessionmaker(create_async_engine("sqlite+aiosqlite://"), class_=Mine, sync_session_class=Inner)
+    )
     session = awaiting()
     assert isinstance(session, Mine)
     assert isinstance(session.sync_session, Inner)

@@ -28,7 +28,10 @@ async def without_input() -> str:
 
 
 def operation(
-    once: Idempotency | None = None, endpoint: Any = endpoint, policy: dict[str, Any] | None = None, **options: Any
+    once: Idempotency | None = None,
+    endpoint: Any = endpoint,
+    policy: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     document = whole(once, endpoint, policy, **options)
     found: dict[str, Any] = document["paths"]["/v1/charges"]["post"]
@@ -36,7 +39,10 @@ def operation(
 
 
 def whole(
-    once: Idempotency | None = None, endpoint: Any = endpoint, policy: dict[str, Any] | None = None, **options: Any
+    once: Idempotency | None = None,
+    endpoint: Any = endpoint,
+    policy: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     once = once or Idempotency(lambda: None, account=account)
     router = APIRouter(route_class=IdempotentRoute)
@@ -58,7 +64,9 @@ def test_the_header() -> None:
     assert parameter["required"] is True
     assert parameter["schema"] == {"type": "string", "minLength": 1, "maxLength": 255}
     assert "86400 seconds" in parameter["description"]
-    [optional] = header(operation(policy={"required": False, "window": "1h", "key": KeySyntax(uuid=True, max_length=36)}))
+    [optional] = header(
+        operation(policy={"required": False, "window": "1h", "key": KeySyntax(uuid=True, max_length=36)})
+    )
     assert optional["required"] is False
     assert optional["schema"] == {"type": "string", "minLength": 1, "maxLength": 36, "format": "uuid"}
     assert operation(policy={"window": "1h"})["x-idempotency-window-seconds"] == 3600
@@ -84,7 +92,9 @@ def test_the_marker_stands_beside_the_answer() -> None:
     success = operation()["responses"]["201"]
     assert "Idempotent-Replayed" in success["headers"]
     assert success["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChargeIn"}
-    redirect = operation(endpoint=without_input, response_class=RedirectResponse, status_code=None)["responses"]
+    redirect = operation(endpoint=without_input, response_class=RedirectResponse, status_code=None)[
+        "responses"
+    ]
     assert "Idempotent-Replayed" in redirect["307"]["headers"]
     assert "200" not in redirect
 

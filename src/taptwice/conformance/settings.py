@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def gzip(self) -> bool:
-        return self._get("gzip_middleware", None) == "outside"
+        return bool(self._get("gzip_middleware", None) == "outside")
 
     @property
     def handler_timeout(self) -> float | None:

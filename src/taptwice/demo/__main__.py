@@ -26,6 +26,11 @@ FAILED, USAGE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
 LIMIT_S = 60
 """For the whole play. It takes about two seconds."""
 
+ABOUT = """\
+Start a payments service, pay over real HTTP, lose replies and tap again: charged
+twice without an idempotency key, once with it. It plays on a temporary SQLite file
+unless told otherwise; whatever it makes is removed at the end."""
+
 EXAMPLES = """\
 examples:
   ./dev demo
@@ -39,9 +44,7 @@ examples:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="demo",
-        description="Start a payments service, pay over real HTTP, lose replies and tap again: charged twice "
-        "without an idempotency key, once with it. Plays on a temporary SQLite file unless told otherwise; "
-        "whatever it makes is removed at the end.",
+        description=ABOUT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -156,9 +159,12 @@ def main(given: list[str] | None = None) -> int:
         return USAGE
     from taptwice.demo.databases import DemoError, opened
 
-    # Whoever ends us politely gets the same orderly end as by Ctrl-C.
+    # Whoever ends us politely gets the same orderly end as by Ctrl-C. A shell that starts us in the
+    # background has SIGINT ignored, and asyncio would leave it at that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for polite in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(polite, lambda *_: signal.raise_signal(signal.SIGINT))
+        if signal.getsignal(polite) is not signal.SIG_IGN:  # nohup
+            signal.signal(polite, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with opened(options.database) as database:
             code = asyncio.run(perform(database, options))
@@ -169,8 +175,8 @@ def main(given: list[str] | None = None) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return error.code
     except TimeoutError:
-        print(f"demo: not done after {LIMIT_S} s, given up; everything is removed", file=sys.stderr)
-        return FAILED
+        print("demo: it took too long and was given up; everything is removed", file=sys.stderr)
+        return UNAVAILABLE
     except BrokenPipeError:  # `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

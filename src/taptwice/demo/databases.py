@@ -86,7 +86,7 @@ def _uninterrupted() -> Iterator[None]:
 def _sqlite() -> Iterator[Database]:
     folder = Path(tempfile.mkdtemp(prefix="taptwice-demo-"))
     try:
-        database = _Sqlite(folder / "payments.db")
+        database = SqliteFile(folder / "payments.db")
         run(migrate("sqlite"), drivers.source(database.connect).open().execute)
         yield database
     finally:
@@ -94,7 +94,7 @@ def _sqlite() -> Iterator[Database]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Sqlite:
+class SqliteFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.product = f"SQLite {sqlite3.sqlite_version}"
@@ -122,7 +122,7 @@ def _postgres(url: str) -> Iterator[Database]:
     import psycopg
 
     try:
-        database = _Postgres(url)
+        database = PostgresSchema(url)
     except psycopg.ProgrammingError:  # its message quotes the URL, password and all
         raise DemoError(
             "cannot read the database URL; in user and password write % @ : / ? # as %25 %40 %3A %2F %3F %23",
@@ -138,7 +138,7 @@ def _postgres(url: str) -> Iterator[Database]:
             database.drop()
 
 
-class _Postgres:
+class PostgresSchema:
     def __init__(self, url: str) -> None:
         from psycopg.conninfo import conninfo_to_dict
         from sqlalchemy import URL
@@ -150,7 +150,7 @@ class _Postgres:
         # That schema alone: no statement can mean a table of the same name elsewhere.
         options = (given.get("options", ""), f"-c search_path={self.schema}", "-c lock_timeout=5s")
         given["options"] = " ".join(options).strip()
-        self._given = given
+        self.given = given
         rest = dict(given)
         host, port = rest.pop("host", None), rest.pop("port", None)
         plain = host is not None and not re.search(r"[/,]", host)  # else a socket's folder, or several hosts
@@ -170,7 +170,7 @@ class _Postgres:
     def connect(self) -> Any:
         import psycopg
 
-        return psycopg.connect(**self._given)  # type: ignore[arg-type]  # any parameter of libpq
+        return psycopg.connect(**self.given)  # type: ignore[arg-type]  # any parameter of libpq
 
     def make(self) -> None:
         with self.connect() as connection:

@@ -21,7 +21,7 @@ class Proxy:
         self._trips: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._trip, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -39,10 +39,13 @@ class Proxy:
         self._lost = asyncio.get_running_loop().create_future()
         return self._lost
 
-    async def _trip(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        trip = asyncio.current_task()
-        assert trip is not None  # noqa: S101 - asyncio runs this in a task; said for mypy
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Not a coroutine function: asyncio would make the task, and on 3.11 complain when it is cancelled.
+        trip = asyncio.create_task(self._trip(reader, writer))
         self._trips.add(trip)
+        trip.add_done_callback(self._trips.discard)
+
+    async def _trip(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lost, self._lost = self._lost, None
         try:
             reply, request = await asyncio.open_connection("127.0.0.1", self._upstream)
@@ -65,7 +68,6 @@ class Proxy:
             there.cancel()
             request.close()
             writer.transport.abort()  # without effect where it is closed
-            self._trips.discard(trip)
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -60,10 +60,10 @@ class Server:
             await self._news.wait_for(lambda: self._over or len(self.events) > position)
         return self.events[position] if len(self.events) > position else None
 
-    async def told(self, event: str, **details: Any) -> Event:
-        """The first event with these details, among those that were and those to come."""
+    async def told(self, event: str, after: int = 0, **details: Any) -> Event:
+        """The first event with these details from position `after` on, whether it was told or is to come."""
         wanted = {"event": event, **details}
-        position = 0
+        position = after
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while (found := await self.next(position)) is not None:
@@ -80,10 +80,9 @@ class Server:
 
     async def hold(self) -> None:
         """The next piece of work stops in its middle until `release`."""
-        before = len(self.events)
+        position = len(self.events)
         self.order("hold")
-        while (event := await self.next(before)) is not None and event["event"] != "holding":
-            before += 1
+        await self.told("holding", after=position)
 
     def release(self) -> None:
         self.order("release")

@@ -226,7 +226,7 @@ def _check(insert: plan.Query) -> str:
     would go unnoticed.
     """
     begun = dict(insert.parameters)["begun"]
-    same = f"CAST(extract(epoch FROM transaction_timestamp()) AS float8) = {literal(begun)}"
+    same = f"CAST(extract(epoch FROM transaction_timestamp()) AS float8) = CAST({literal(begun)} AS float8)"
     complaint = f"CAST(concat('{TORN_MARK}', pg_backend_pid()) AS integer)"
     return (
         f"SAVEPOINT {CHECKPOINT}; "

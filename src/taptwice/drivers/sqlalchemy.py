@@ -216,6 +216,7 @@ class SqlalchemyExecutor(Blocking):
             self._waiting(command.wait, "BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:
+        self._settle_earlier()
         if self._session is not None:
             self._flush()
             with self._asking():

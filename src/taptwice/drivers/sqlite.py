@@ -129,11 +129,8 @@ class SqliteExecutor(Blocking):
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
             with asking():
                 self._connection.isolation_level = None
-        if self._connect is None:
-            self._waiting(command.wait, "BEGIN IMMEDIATE")
-        else:
-            self._run(f"PRAGMA busy_timeout = {int(command.wait * 1000)}")
-            self._run("BEGIN IMMEDIATE")
+        # Restored on our own connections, too: without write-ahead logging COMMIT waits for readers.
+        self._waiting(command.wait, "BEGIN IMMEDIATE")
 
     def join(self, command: plan.Join) -> None:
         connection = self.handle

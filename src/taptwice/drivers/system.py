@@ -12,7 +12,7 @@ wall_clock = time.time
 
 def jittered(seconds: float) -> float:
     """Between half of `seconds` and all of it, so that waiters do not wake in step."""
-    return seconds * random.uniform(0.5, 1.0)  # noqa: S311  (spreads load, guards nothing)
+    return seconds * random.uniform(0.5, 1.0)
 
 
 def sleep(seconds: float) -> None:

@@ -86,6 +86,9 @@ class Settings:
     stray work raise, after the answer is safe. `problems` is the URI in front of each problem's name.
     """
 
+    bound: Source | None = None
+    """What takes the place of `source`, in tests: see `taptwice.testing.bound_to`."""
+
     def __init__(
         self,
         origin: Any,
@@ -113,6 +116,8 @@ class Settings:
     @property
     def source(self) -> Source:
         """Where connections come from; a function as origin is called at the first request."""
+        if self.bound is not None:
+            return self.bound
         if self._source is None:
             self._source = drivers.source(self.origin)
         return self._source
@@ -216,9 +221,10 @@ class Exchange:
         self._opened(State.CLAIMED)
         return None
 
-    def _ask(self, account: str | None) -> Asked | None:
+    def _ask(self, account: Any) -> Asked | None:
         if account is not None and (not isinstance(account, str) or "\0" in account):
-            raise Misuse(f"account must give text without NUL, or None for nobody; got {type(account).__name__}")
+            kind = type(account).__name__
+            raise Misuse(f"account must give text without NUL, or None for nobody; got {kind}")
         self._account = account or None
         policy, key = self.policy, self._key
         if self._key_error is not None:
@@ -314,8 +320,10 @@ class Exchange:
             if state is State.UNPROTECTED:
                 yield from self._commit_unprotected()
                 return None
-            assert claimed is not None and asked is not None and store is not None, "CLAIMED has all three"
-            saved = Answer(answer.status, self.policy.kept_headers(answer.headers), self._kept_body(answer.body))
+            if claimed is None or asked is None or store is None:
+                raise AssertionError("a claim has all three")
+            headers = self.policy.kept_headers(answer.headers)
+            saved = Answer(answer.status, headers, self._kept_body(answer.body))
             concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
         except Misuse:
             self._note(Outcome.RELEASED)
@@ -387,7 +395,8 @@ class Exchange:
             headers = (*headers, ("Cache-Control", "no-store"))
         headers = (*headers, (self.policy.replay_header, "true"))
         if self.request.has("Origin"):
-            headers = (*headers, ("Access-Control-Expose-Headers", f"{self.policy.replay_header}, Retry-After"))
+            exposed = f"{self.policy.replay_header}, Retry-After"
+            headers = (*headers, ("Access-Control-Expose-Headers", exposed))
         return Answer(saved.status, headers, saved.body or b"")
 
     # --- events --------------------------------------------------------------------------------
@@ -424,4 +433,3 @@ def _missing(policy: Policy) -> str:
     if policy.key_pointer is not None:
         return f"An idempotency key is required at {policy.key_pointer} of the JSON body."
     return f"An {policy.key.names[0]} header is required."
-

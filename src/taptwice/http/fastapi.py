@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from fastapi.dependencies.utils import get_typed_signature
 from fastapi.params import Depends as DependsParameter
 from fastapi.requests import HTTPConnection
 from fastapi.routing import APIRoute
@@ -53,6 +54,9 @@ class Keyed:
             conducted_in(request.scope).exchange.policy is not self.policy
         ):
             raise Misuse(TWICE)
+
+    # Not as text: FastAPI before 0.116 does not find the names that an instance's annotations mean.
+    __call__.__annotations__["request"] = Request
 
 
 class Idempotency(AsgiSettings):
@@ -110,7 +114,8 @@ class IdempotentRoute(APIRoute):
 
 def _template(route: APIRoute, scope: Scope) -> str:
     """The path as it is declared, with the prefixes of routers and mounts."""
-    included = scope.get("fastapi", {}).get("effective_route_context")  # since FastAPI no longer copies routes
+    # Where FastAPI no longer copies the routes of a router that is included.
+    included = scope.get("fastapi", {}).get("effective_route_context")
     below = scope.get("root_path", "").removeprefix(scope.get("app_root_path", ""))
     path: str = below + (getattr(included, "path_format", "") or route.path_format)
     return path
@@ -131,7 +136,8 @@ def _typed(endpoint: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(endpoint, eval_str=True)
     except NameError:  # a name that only type checkers import: FastAPI makes of it what it can
-        return inspect.signature(endpoint)
+        returns = inspect.signature(endpoint).return_annotation
+        return get_typed_signature(endpoint).replace(return_annotation=returns)
 
 
 def _depends_on(parameter: inspect.Parameter, dependency: Callable[..., Any]) -> bool:
@@ -144,8 +150,8 @@ def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
     layers = list(_layers(endpoint))
     if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in layers):
         raise Misuse(
-            f"{getattr(endpoint, '__qualname__', endpoint)} is a generator and would still be working after its "
-            "answer was committed: do the work first, then return a StreamingResponse"
+            f"{getattr(endpoint, '__qualname__', endpoint)} is a generator and would still be working after "
+            "its answer was committed: do the work first, then return a StreamingResponse"
         )
     is_async = any(map(inspect.iscoroutinefunction, layers))
 

@@ -53,6 +53,8 @@ class Idempotency(wsgi.WsgiSettings):
     @property
     def source(self) -> Source:
         """Where the connections of this application come from."""
+        if self.bound is not None:
+            return super().source
         known: dict[Any, Source] = current_app.extensions.setdefault("taptwice", {})
         if self not in known:
             self._source = None

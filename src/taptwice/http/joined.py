@@ -27,6 +27,8 @@ Maker = TypeVar("Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 _classes: dict[type[Session], type[Session]] = {}
 _watched: WeakSet[Engine] = WeakSet()
+instead: dict[Engine | Connection, Connection] = {}
+"""Connections that take the place of an engine, in tests: see `taptwice.testing.bound_to`."""
 
 
 def _open_executor(engine: object) -> Any:
@@ -82,13 +84,12 @@ def joining(base: type[Session]) -> type[Session]:
                     _tell(self)
                 elif self not in under_way.earlier:
                     under_way.earlier.append(self)
-                return own
+                return instead.get(own, own)
 
             def close(self) -> None:
                 under_way = current.get()
-                if under_way is not None and under_way.returned and _open_executor(self._usual_bind()):
-                    # Closed between the handler's return and the answer: what it did is to be kept.
-                    self.commit()
+                if under_way is not None and under_way.returned and self.join_claim():
+                    return  # between the handler's return and the answer: settled and closed with the claim
                 super().close()
 
         _classes[base] = Joined
@@ -98,7 +99,9 @@ def joining(base: type[Session]) -> type[Session]:
 def joined(maker: Maker) -> Maker:
     """The same maker, of sessions that join the claim's transaction."""
     if maker.kw.get("binds"):
-        raise Misuse("this session maker has binds=: its classes may go to a database outside the claim's transaction")
+        raise Misuse(
+            "this session maker has binds=: its classes may go to a database outside the claim's transaction"
+        )
     settings = {**maker.kw, "join_transaction_mode": "create_savepoint"}
     if isinstance(maker, async_sessionmaker):
         base = settings.pop("sync_session_class", None) or maker.class_.sync_session_class

@@ -71,7 +71,7 @@ def marker(policy: Policy) -> dict[str, Any]:
 
 
 def describe(options: dict[str, Any], policy: Policy) -> None:
-    """Add all of it to the options of a FastAPI route, beside what the route says of the same statuses itself."""
+    """Add all of it to the options of a FastAPI route, beside what the route itself says."""
     own = options.get("responses") or {}
     refused = refusals(policy)
     told = {str(status).upper() for status in own}

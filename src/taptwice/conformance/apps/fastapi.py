@@ -5,8 +5,6 @@
 Keyed routes are marked with ``once.keyed()``; their work and their saved answer commit together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
