@@ -13,7 +13,7 @@
     ├── StoreUnavailable      503 store-unavailable nothing was done: same key again, later
     │   └── CommitUnknown     503 commit-unknown    it may have been done: same key again finds out
     ├── Contention            503 contention        rolled back, nothing done: run the transaction again
-    │   └── Busy              503 contention        another transaction is writing to a database with one writer
+    │   └── Busy              503 contention        another transaction has the one writer's turn
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
     ├── Inseparable           the work can be undone only with its claim (never reaches an application)
     └── Misuse                500 misuse            the program is wrong: the message names the remedy

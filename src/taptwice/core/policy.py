@@ -1,7 +1,7 @@
 """What a route promises, as data: every setting of a keyed route with its default, and named profiles.
 
-    Policy(window="7d")                      one setting changed
-    profile("stripe-v1", required=False)     a profile with a change
+Policy(window="7d")                      one setting changed
+profile("stripe-v1", required=False)     a profile with a change
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def seconds(duration: float | str) -> float:
     if isinstance(duration, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", duration.strip())
         if match is None:
-            raise Misuse(f"not a duration: {duration!r}; write a number of seconds, or '30s', '10m', '24h', '7d'")
+            raise Misuse(f"not a duration: {duration!r}; write seconds, or '30s', '10m', '24h', '7d'")
         return float(match[1]) * _UNITS[match[2]]
     if not 0 <= duration < float("inf"):
         raise Misuse(f"not a duration: {duration!r}; it must be a finite number of seconds, not negative")
@@ -58,10 +58,10 @@ class Policy:
     """False: a request without a key runs unprotected. A malformed key is refused all the same."""
     methods: frozenset[str] = frozenset({"POST", "PATCH"})
     """Methods on which a key counts. GET, HEAD and OPTIONS never take one."""
-    key: KeySyntax = KeySyntax()
+    key: KeySyntax = field(default_factory=KeySyntax)
     key_pointer: str | None = None
     """A JSON pointer: the key stands in the body (Square, Plaid) instead of a header."""
-    fingerprint: Rules = Rules()
+    fingerprint: Rules = field(default_factory=Rules)
     scope: Literal["account", "route"] = "account"
     """"route": the same key on another route is another key."""
     anonymous: Literal["reject", "shared-uuid"] = "reject"
@@ -101,7 +101,7 @@ class Policy:
             if getattr(self, name) < 0:
                 raise Misuse(f"{name} must not be negative")
         if self.window_s <= 0:
-            raise Misuse("window must be longer than nothing: a key that is forgotten at once protects nobody")
+            raise Misuse("window must be longer than nothing: a key forgotten at once protects nobody")
 
     @property
     def window_s(self) -> float:
@@ -134,7 +134,8 @@ class Policy:
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     # draft-ietf-httpapi-idempotency-key-header-07: the key is a structured-field string.
     "draft": {"key": KeySyntax(strict=True)},
-    # What Stripe documents for its v1 API: any result once execution began, 500 included; a reused key is a 400.
+    # What Stripe documents for its v1 API: any result once execution began, 500 included; a reused key is
+    # a 400.
     "stripe-v1": {
         "save": "all-after-start",
         "methods": frozenset({"POST"}),

@@ -46,7 +46,7 @@ from taptwice.errors import (
 from taptwice.stores.sql import Entry, Found, SqlStore
 
 FIRST_POLL, LONGEST_POLL = 0.02, 0.1
-"""Seconds between two looks at a key that somebody else is working on; doubled from the first to the longest."""
+"""Seconds between two looks at a key that somebody else works on; doubled from the first to the longest."""
 
 TURN = 5.0
 """Seconds to wait for the right to write to a database that has one writer, whatever the key."""

@@ -30,7 +30,8 @@ class Statement:
 
     def compiled(self, placeholder: Callable[[str, int], str]) -> str:
         """The text with each parameter written by ``placeholder(name, position from 1)``."""
-        return _PARAMETER.sub(lambda found: placeholder(found[1], self.parameters.index(found[1]) + 1), self.text)
+        position = {name: number for number, name in enumerate(self.parameters, 1)}
+        return _PARAMETER.sub(lambda found: placeholder(found[1], position[found[1]]), self.text)
 
 
 @cache
@@ -74,7 +75,7 @@ def compile_all(dialect: Dialect, placeholder: Callable[[str, int], str]) -> Map
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """A numbered step. `pre` runs before the code that needs it is deployed, `post` after the old code is gone."""
+    """A numbered step. `pre` runs before the code that needs it is deployed, `post` after the old is gone."""
 
     name: str
     text: str
@@ -93,7 +94,7 @@ class Migration:
 MIGRATIONS_TABLE = "CREATE TABLE IF NOT EXISTS taptwice_migrations (name text NOT NULL PRIMARY KEY)"
 
 MIGRATIONS_LOCK: Mapping[Dialect, tuple[str, ...]] = {
-    # READ COMMITTED whatever the role's default is: what is looked up after the wait must not be older than it.
+    # READ COMMITTED whatever the role's default: what is looked up after the wait must not be older.
     # The number is "taptwice" in ASCII.
     "postgresql": (
         "SET TRANSACTION ISOLATION LEVEL READ COMMITTED",

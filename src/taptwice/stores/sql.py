@@ -131,5 +131,6 @@ def _record(row: Row) -> Record | None:
 def _inspected(row: Row) -> Inspected:
     identity, account, key, *record, expires_at = row
     found = _record(tuple(record))
-    assert found is not None, "the version column is never null"
+    if found is None:
+        raise StoreUnavailable(f"record {identity} has no fingerprint version: the table was changed by hand")
     return Inspected(identity, account, key, found, float(expires_at))
