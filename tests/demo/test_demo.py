@@ -88,6 +88,8 @@ def refuses(address: str) -> bool:
         httpx2.get(address, trust_env=False)
     except httpx2.ConnectError:
         return True
+    except httpx2.TransportError:  # it is just ending
+        return False
     return False
 
 

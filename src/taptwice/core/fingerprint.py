@@ -210,8 +210,8 @@ def _json_tree(body: bytes) -> object:
     """The meaning of a JSON text, numbers left as literals.
 
     A byte order mark is skipped, as RFC 8259 section 8.1 allows. Raises ValueError when the text has no
-    single meaning or too many values, RecursionError when it is nested beyond what the parser can take. (NaN, which
-    this parser reads and JSON has not, is refused when the tree is written down.)
+    single meaning or too many values, RecursionError when it is nested beyond what the parser can take.
+    (NaN, which this parser reads and JSON has not, is refused when the tree is written down.)
     """
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # before the parser makes objects of them
         raise ValueError(f"perhaps more than {MAX_VALUES} values")

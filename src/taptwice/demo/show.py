@@ -60,8 +60,8 @@ class Printed(Show):
         self.say(f"    {total}   (answers: {counted})")
 
     def event(self, event: Event) -> None:
-        """What the server tells while it is left up."""
-        if event["event"] == "answered":
+        """What the server tells while it is left up. The last of the play's own requests may still be told."""
+        if event["event"] == "answered" and not event["tap"]:
             key = f", key {event['key']}" if event["key"] else ""
             reply = Reply(event["status"], event["body"], event["replayed"])
             self.say(self.seen("server", f"{event['request']}{key}: {self.reply(reply)}"))
