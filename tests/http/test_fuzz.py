@@ -22,10 +22,10 @@ from tests.http.shop import Shop, call, scope_of, sqlite_shop
 LIMIT = 200
 NAMES = (b"idempotency-key", b"content-type", b"content-length", b"content-encoding", b"authorization", b"x")
 FRAGMENTS = (
-    b"k", b'"k"', b'"', b"\\", b",", b";a=1", b" ", b"\t", b"\x00", b"\xff", b"\xc3\xa4", b"?0", b":YQ==:", b"()", b"0",
-    b"x" * 256, b"application/json", b"; boundary=b", b"multipart/form-data", b"application/x-www-form-urlencoded",
-    b"gzip", b"9" * 40, b"-1",
-)  # fmt: skip
+    *(b"k", b'"k"', b'"', b"\\", b",", b";a=1", b" ", b"\t", b"\x00", b"\xff", b"\xc3\xa4", b"?0", b":YQ==:"),
+    *(b"()", b"0", b"-1", b"9" * 40, b"x" * 256, b"gzip", b"application/json", b"multipart/form-data"),
+    *(b"; boundary=b", b"application/x-www-form-urlencoded"),
+)
 
 values = st.lists(st.sampled_from(FRAGMENTS) | st.binary(max_size=5), max_size=4).map(b"".join)
 headers = st.lists(st.tuples(st.sampled_from(NAMES), values), max_size=5)
@@ -95,7 +95,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("make", [starlette_app, asgi_app])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     headers=headers, body=bodies, method=methods, query=queries, cut=st.integers(0, 300), again=st.booleans()
 )
@@ -116,10 +116,12 @@ def test_anything(
     for _ in range(1 + again):
         reply = asyncio.run(call(app, dict(scope), body=[body[:cut], body[cut:]]))
         assert 200 <= reply.status < 500, reply.body
-        if 400 <= reply.status:
+        if reply.status >= 400:
             assert counts(shop) == before, "refused, and something is stored"
         before = counts(shop)
 
 
 def counts(shop: Shop) -> tuple[int, int]:
-    return shop.charges(), len(shop.query("SELECT id FROM taptwice_records"))
+    both = "SELECT (SELECT count(*) FROM charges), (SELECT count(*) FROM taptwice_records)"
+    [(charges, records)] = shop.query(both)
+    return charges, records

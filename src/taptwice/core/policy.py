@@ -41,7 +41,7 @@ REPLAYED_HEADERS = (
 def seconds(duration: float | str) -> float:
     """Seconds from a number of seconds or from text such as ``"250ms"``, ``"5s"``, ``"24h"``, ``"7d"``."""
     if isinstance(duration, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", duration.strip())
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", duration.strip())
         if match is None:
             raise Misuse(f"not a duration: {duration!r}; write seconds, or '30s', '10m', '24h', '7d'")
         return float(match[1]) * _UNITS[match[2]]
