@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import click
 
 from taptwice import drivers, sql
+from taptwice.conformance.cli import conformance
 from taptwice.core.header import check_key
 from taptwice.core.model import pack_headers
 from taptwice.core.plan import Plan, arun, run
@@ -260,6 +261,9 @@ def main() -> None:
 
     Exit codes: 0 done, 1 not found, 2 wrong usage or configuration, 3 the database cannot be used now.
     """
+
+
+main.add_command(conformance)
 
 
 @main.command()

@@ -657,6 +657,42 @@ def test_a_captured_stream(shop: Shop) -> None:
     assert closed == [True, True]
 
 
+@on("sqlite3", "flask-sqlalchemy")
+def test_an_answer_that_breaks_before_it_is_whole(shop: Shop) -> None:
+    def view() -> Any:
+        shop.insert()
+
+        def parts() -> Iterator[str]:
+            yield "one "
+            raise RuntimeError("a bug")
+
+        return Response(parts(), headers={"Content-Length": "7"})
+
+    shop.serve(view)
+    assert shop.post().status_code == 500
+    assert (shop.rows(), shop.saved()) == ([], [])
+
+
+@on("sqlite3")
+def test_another_attempt_that_came_between_has_the_answer(shop: Shop) -> None:
+    """The view ends the transaction, and with it the lock; while it goes on a duplicate is served."""
+    closed: list[bool] = []
+    another_process = Shop("sqlite3", shop.place).serve()
+
+    def view() -> Any:
+        shop.execute("COMMIT")
+        assert another_process.post().status_code == 201
+        response = Response(iter(["too ", "late"]), headers={"Content-Length": "8"})
+        response.call_on_close(lambda: closed.append(True))
+        return response
+
+    shop.serve(view)
+    first = shop.post()
+    assert (first.status_code, replayed(first)) == (201, True)
+    assert shop.post().data == first.data
+    assert closed == [True]
+
+
 @on("sqlite3")
 def test_an_answer_larger_than_can_be_kept(shop: Shop) -> None:
     shop.serve(lambda: "x" * 100, save_max_body=99)

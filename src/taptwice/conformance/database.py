@@ -162,7 +162,10 @@ class Proxy:
             return
         self._links |= {writer, forth}
         # Whoever ends first ends the other: a half of a link is none.
-        done = {asyncio.ensure_future(self._pass(reader, forth)), asyncio.ensure_future(self._pass(back, writer))}
+        done = {
+            asyncio.ensure_future(self._pass(reader, forth)),
+            asyncio.ensure_future(self._pass(back, writer)),
+        }
         _, left = await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
             task.cancel()

@@ -184,10 +184,10 @@ def _group(expected: Mapping[str, Any], seen: Observed) -> Iterator[str]:
         first = sum(_final(response) and not mark for response, mark in zip(members, marked, strict=True))
         if first != expected["first_executions"]:
             yield f"first_executions: expected {expected['first_executions']}, found {first}"
-    if expected.get("bodies_equal"):
+    if "bodies_equal" in expected:
         bodies = {response.body for response in members if response.status != 409}
-        if len(bodies) > 1:
-            yield f"bodies_equal: {len(bodies)} different bodies"
+        if (len(bodies) <= 1) != expected["bodies_equal"]:
+            yield f"bodies_equal: expected {expected['bodies_equal']}, found {len(bodies)} different bodies"
 
 
 def _final(response: Response) -> bool:

@@ -17,17 +17,125 @@ from typing import Any
 from taptwice.errors import Misuse
 
 SETTINGS = frozenset(
-    ["header", "key_source", "key_required", "key_syntax", "key_max_len", "key_format", "key_guard", "methods", "announce_ignored", "echo_key", "replay_header", "replay_allow", "replay_allow_extra", "scope", "anonymous", "auth", "fingerprint", "window", "uuid7_guard", "partition_by", "mode", "in_flight", "wait_max", "retry_after", "pool_size", "lease", "lease_renew", "provider_timeout", "provider_strategy", "completer", "save", "save_max_body", "request_max_body", "request_decompression", "streams", "replay", "store", "store_down", "store_timeout", "read_replica", "read_before_claim", "db_isolation", "gzip_middleware", "cors", "handler_timeout", "nodes", "node2.fingerprint", "regions", "home", "status_map", "client"]
+    [
+        "header",
+        "key_source",
+        "key_required",
+        "key_syntax",
+        "key_max_len",
+        "key_format",
+        "key_guard",
+        "methods",
+        "announce_ignored",
+        "echo_key",
+        "replay_header",
+        "replay_allow",
+        "replay_allow_extra",
+        "scope",
+        "anonymous",
+        "auth",
+        "fingerprint",
+        "window",
+        "uuid7_guard",
+        "partition_by",
+        "mode",
+        "in_flight",
+        "wait_max",
+        "retry_after",
+        "pool_size",
+        "lease",
+        "lease_renew",
+        "provider_timeout",
+        "provider_strategy",
+        "completer",
+        "save",
+        "save_max_body",
+        "request_max_body",
+        "request_decompression",
+        "streams",
+        "replay",
+        "store",
+        "store_down",
+        "store_timeout",
+        "read_replica",
+        "read_before_claim",
+        "db_isolation",
+        "gzip_middleware",
+        "cors",
+        "handler_timeout",
+        "nodes",
+        "node2.fingerprint",
+        "regions",
+        "home",
+        "status_map",
+        "client",
+    ]
 )
 FINGERPRINT = frozenset(["version", "parts", "json", "form", "multipart", "exclude", "only", "headers"])
 REQUEST = frozenset(
-    ["id", "method", "path", "key", "headers", "headers_b64", "as", "json", "body", "body_b64", "body_gen", "form", "multipart", "content_type", "content_encoding", "transfer", "hold_at", "fault", "max_ms", "node", "region", "via", "follow", "truncate_body_after", "signature"]
+    [
+        "id",
+        "method",
+        "path",
+        "key",
+        "headers",
+        "headers_b64",
+        "as",
+        "json",
+        "body",
+        "body_b64",
+        "body_gen",
+        "form",
+        "multipart",
+        "content_type",
+        "content_encoding",
+        "transfer",
+        "hold_at",
+        "fault",
+        "max_ms",
+        "node",
+        "region",
+        "via",
+        "follow",
+        "truncate_body_after",
+        "signature",
+    ]
 )
 CLIENT_STEPS = frozenset(
     ["server_script", "client_call", "client_calls", "client_restart", "client_resume", "webhook_send"]
 )
 STEPS = CLIENT_STEPS | frozenset(
-    ["send", "start", "start_n", "parallel", "reached", "release", "await", "await_prefix", "disconnect", "disconnect_prefix", "restart", "advance", "set_clock", "clock_skew", "sweep", "store", "deploy", "revoke", "provider", "relay", "complete_stuck", "duplicate_all", "settle", "behaviour", "seed_keys", "migrate", "replica_lag", "region", "sleep"]
+    [
+        "send",
+        "start",
+        "start_n",
+        "parallel",
+        "reached",
+        "release",
+        "await",
+        "await_prefix",
+        "disconnect",
+        "disconnect_prefix",
+        "restart",
+        "advance",
+        "set_clock",
+        "clock_skew",
+        "sweep",
+        "store",
+        "deploy",
+        "revoke",
+        "provider",
+        "relay",
+        "complete_stuck",
+        "duplicate_all",
+        "settle",
+        "behaviour",
+        "seed_keys",
+        "migrate",
+        "replica_lag",
+        "region",
+        "sleep",
+    ]
 )
 MODIFIERS: Mapping[str, frozenset[str]] = {
     "advance": frozenset({"clock", "heartbeats"}),
@@ -43,7 +151,9 @@ PARTS: Mapping[str, frozenset[str]] = {
     "parallel": frozenset(["n", "prefix", "req", "barrier", "spread_over", "list"]),
     "reached": frozenset({"req", "point"}),
     "duplicate_all": frozenset({"mode", "reqs"}),
-    "deploy": frozenset(["fingerprint", "window", "key_required", "alias", "payments_response", "unknown_point_for"]),
+    "deploy": frozenset(
+        ["fingerprint", "window", "key_required", "alias", "payments_response", "unknown_point_for"]
+    ),
     "revoke": frozenset({"as", "permission"}),
     "seed_keys": frozenset({"n", "age"}),
     "clock_skew": frozenset({"node", "by"}),
@@ -53,17 +163,83 @@ PARTS: Mapping[str, frozenset[str]] = {
 """The words inside a step that is an object."""
 
 RESPONSE = frozenset(
-    ["status", "status_in", "replayed", "problem", "headers", "body", "body_is", "body_len", "decoded", "json", "json_has", "body_not_contains", "redirects"]
+    [
+        "status",
+        "status_in",
+        "replayed",
+        "problem",
+        "headers",
+        "body",
+        "body_is",
+        "body_len",
+        "decoded",
+        "json",
+        "json_has",
+        "body_not_contains",
+        "redirects",
+    ]
 )
 GROUP = frozenset(["prefix", "counts", "only_statuses", "replayed", "first_executions", "bodies_equal"])
 CLIENT_THEN = frozenset(
-    ["result", "error", "attempts", "attempts_max", "first_attempts", "retries", "keys_distinct", "bodies_distinct", "waits_ms", "waits_ms_stats", "elapsed_ms", "methods", "wire_header", "server_hits", "server_effects", "instant_failures", "state", "after_cooldown", "deliveries", "event_ids_distinct", "client"]
+    [
+        "result",
+        "error",
+        "attempts",
+        "attempts_max",
+        "first_attempts",
+        "retries",
+        "keys_distinct",
+        "bodies_distinct",
+        "waits_ms",
+        "waits_ms_stats",
+        "elapsed_ms",
+        "methods",
+        "wire_header",
+        "server_hits",
+        "server_effects",
+        "instant_failures",
+        "state",
+        "after_cooldown",
+        "deliveries",
+        "event_ids_distinct",
+        "client",
+    ]
 )
 THEN = CLIENT_THEN | frozenset(
-    ["responses", "group", "groups", "effects", "keys", "provider", "emails", "emails_sent", "balances", "product", "metrics", "logs", "admin", "review_queue", "point"]
+    [
+        "responses",
+        "group",
+        "groups",
+        "effects",
+        "keys",
+        "provider",
+        "emails",
+        "emails_sent",
+        "balances",
+        "product",
+        "metrics",
+        "logs",
+        "admin",
+        "review_queue",
+        "point",
+    ]
 )
 EFFECTS = frozenset(
-    ["payments", "payments_inserted", "transfers", "ledger", "wallets", "effects", "uploads", "payouts", "payouts2", "orders", "inbox", "outbox", "unkeyed"]
+    [
+        "payments",
+        "payments_inserted",
+        "transfers",
+        "ledger",
+        "wallets",
+        "effects",
+        "uploads",
+        "payouts",
+        "payouts2",
+        "orders",
+        "inbox",
+        "outbox",
+        "unkeyed",
+    ]
 )
 KEYS = frozenset({"total", "saved"})
 LOGS = frozenset(["field", "value", "min_requests", "all_lines", "not_contains"])
@@ -76,7 +252,26 @@ MATCHERS = re.compile(
 )
 STORE_STATES = re.compile(r"up|down|read_only|slow:\d+(?:ms|s)")
 POINTS = frozenset(
-    ["before_claim", "after_claim", "in_handler", "between_effects", "after_effect", "before_commit", "commit", "after_commit", "before_reply", "after_lease", "before_provider", "after_provider", "after_charged", "before_final_commit", "after_final_commit", "after_inner", "forward_reply", "after_send"]
+    [
+        "before_claim",
+        "after_claim",
+        "in_handler",
+        "between_effects",
+        "after_effect",
+        "before_commit",
+        "commit",
+        "after_commit",
+        "before_reply",
+        "after_lease",
+        "before_provider",
+        "after_provider",
+        "after_charged",
+        "before_final_commit",
+        "after_final_commit",
+        "after_inner",
+        "forward_reply",
+        "after_send",
+    ]
 )
 
 
@@ -126,7 +321,9 @@ def parse(text: str) -> tuple[Case, ...]:
     return tuple(map(_case, listed))
 
 
-_FIELDS = frozenset(["id", "group", "title", "sut", "level", "source", "modes", "given", "when", "then", "note"])
+_FIELDS = frozenset(
+    ["id", "group", "title", "sut", "level", "source", "modes", "given", "when", "then", "note"]
+)
 
 
 def _case(raw: Mapping[str, Any]) -> Case:

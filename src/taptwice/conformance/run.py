@@ -1,7 +1,7 @@
 """Cases, run one after another on real processes and a real database.
 
-    async with Runner(app="fastapi", store="sqlite", driver="aiosqlite") as runner:
-        result = await runner.run(case)
+async with Runner(app="fastapi", store="sqlite", driver="aiosqlite") as runner:
+    result = await runner.run(case)
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class Result:
 
 
 class Runner:
-    """One cell of the matrix: an application on a store through a driver. To be entered with ``async with``."""
+    """One cell of the matrix: an application on a store through a driver. Entered with ``async with``."""
 
-    def __init__(self, app: str = "fastapi", store: str = "sqlite", driver: str = "aiosqlite", server: str = "") -> None:
+    def __init__(
+        self, app: str = "fastapi", store: str = "sqlite", driver: str = "aiosqlite", server: str = ""
+    ) -> None:
         if driver not in DRIVERS.get(store, ()):
             raise Misuse(f"no driver {driver!r} for the store {store!r}: choose of {DRIVERS}")
         if store == "postgresql" and not server:
@@ -66,6 +68,8 @@ class Runner:
             SqliteDatabase(Path(self._folder.name)) if store == "sqlite" else PostgresqlDatabase(server)
         )
         self._nodes: dict[str, Node] = {}
+        self.recorded: dict[str, Observed] = {}
+        """What was observed in each case that was played."""
 
     async def __aenter__(self) -> Runner:
         await self._database.start()
@@ -82,11 +86,13 @@ class Runner:
         started = time.monotonic()
         if case.strange:
             return Result(case, "failed", f"not in the language: {', '.join(case.strange)}")
-        if reasons := list(_not_built(case, self.store)):
+        if reasons := list(_not_built(case, self.store, self.driver)):
             return Result(case, "skipped", "; ".join(reasons))
         try:
             async with asyncio.timeout(LIMIT):
-                differences = judge(case.then, await self._play(case))
+                seen = await self._play(case)
+            self.recorded[case.id] = seen
+            differences = judge(case.then, seen)
         except TimeoutError:
             differences = [f"not finished within {LIMIT} s"]
         except RuntimeError as error:
@@ -118,7 +124,7 @@ class Runner:
         return nodes
 
 
-def _not_built(case: Case, store: str) -> Iterator[str]:
+def _not_built(case: Case, store: str, driver: str) -> Iterator[str]:
     """Why a case cannot be run yet; nothing when it can."""
     if case.sut == "client":
         yield "the retrying client is not built"
@@ -126,9 +132,14 @@ def _not_built(case: Case, store: str) -> Iterator[str]:
     if "tx" not in case.modes:
         yield f"mode {'/'.join(case.modes)} is not built"
         return
-    yield from Settings(case.given).not_offered(store)
+    yield from Settings(case.given).not_offered(store, driver)
     paths = str(case.when)
-    for path, what in (("/checkout", "nested"), ("/loop", "nested"), ("/webhooks", "inbox"), ("/payouts", "lease")):
+    for path, what in (
+        ("/checkout", "nested"),
+        ("/loop", "nested"),
+        ("/webhooks", "inbox"),
+        ("/payouts", "lease"),
+    ):
         if f"'path': '{path}" in paths:
             yield f"{what} is not built"
     for step in case.when:
@@ -144,7 +155,16 @@ def _not_built(case: Case, store: str) -> Iterator[str]:
 
 
 _STEPS_NOT_BUILT = {"provider", "relay", "complete_stuck", "clock_skew", "behaviour", "replica_lag", "region"}
-_THEN_NOT_BUILT = {"provider", "emails", "emails_sent", "product", "metrics", "admin", "review_queue", "point"}
+_THEN_NOT_BUILT = {
+    "provider",
+    "emails",
+    "emails_sent",
+    "product",
+    "metrics",
+    "admin",
+    "review_queue",
+    "point",
+}
 
 
 class Play:
@@ -246,7 +266,11 @@ class Play:
     def _filled(self, value: Any, number: int | None = None) -> Any:
         """The words in braces replaced, in all strings."""
         if isinstance(value, str):
-            return re.sub(r"\{([a-z0-9_]+\.(?:id|etag)|i|now(?:\+\d+\w+)?|http_date:\+\d+\w+)\}", lambda m: self._word(m, number), value)
+            return re.sub(
+                r"\{([a-z0-9_]+\.(?:id|etag)|i|now(?:\+\d+\w+)?|http_date:\+\d+\w+)\}",
+                lambda m: self._word(m, number),
+                value,
+            )
         if isinstance(value, Mapping):
             return {name: self._filled(each, number) for name, each in value.items()}
         if isinstance(value, list):

@@ -6,6 +6,7 @@ It prints ``ready PORT`` when it listens, and ends with its standard input.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import os
@@ -28,8 +29,11 @@ def _end_with_the_runner() -> None:
 async def main() -> None:
     """Serve what the environment names."""
     asked = json.loads(os.environ[VARIABLE])
-    app = importlib.import_module(f"taptwice.conformance.apps.{asked['app']}")
-    control = Control(app.create_app, asked["driver"], asked["dsn"])
+    name, _, damage = asked["app"].partition(":")
+    create = importlib.import_module(f"taptwice.conformance.apps.{name}").create_app
+    if damage:
+        create = functools.partial(create, damage)
+    control = Control(create, asked["driver"], asked["dsn"])
     await control.do_configure(asked["given"], asked["deployed"])
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     config = uvicorn.Config(

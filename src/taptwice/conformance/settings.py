@@ -32,7 +32,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings of which only some values are offered."""
 
-_ABSENT = frozenset({"lease", "lease_renew", "provider_timeout", "provider_strategy", "regions", "home", "client"})
+_ABSENT = frozenset(
+    {"lease", "lease_renew", "provider_timeout", "provider_strategy", "regions", "home", "client"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +154,10 @@ class Settings:
             version=rules.get("version", 1),
         )
 
-    def not_offered(self, store: str) -> Iterator[str]:
+    def not_offered(self, store: str, driver: str) -> Iterator[str]:
         """Why a case with these settings cannot be run on a store; nothing when it can."""
+        if driver.startswith("psycopg") and "store_timeout" in self.given:
+            yield "psycopg has no time limit of its own on a statement"
         for name, value in self.given.items():
             if name in _ABSENT or name.partition(".")[0] in ("client", "node2"):
                 yield f"{name} is not built"
@@ -163,10 +167,15 @@ class Settings:
         if store.replace("postgresql", "postgres") not in wanted:
             yield f"for the store {'|'.join(wanted)}"
         if store == "sqlite" and {"store_timeout", "db_isolation"} & self.given.keys():
-            yield "SQLite has no such setting: " + ", ".join({"store_timeout", "db_isolation"} & self.given.keys())
+            yield "SQLite has no such setting: " + ", ".join(
+                {"store_timeout", "db_isolation"} & self.given.keys()
+            )
         rules = self.given.get("fingerprint", {})
         default = ["method", "path", "query", "media_type", "body"]
         if rules.get("parts", default) != default:
             yield "the parts of the fingerprint cannot be chosen"
-        if rules.get("form", "sorted-stable") != "sorted-stable" or rules.get("multipart", "parts") != "parts":
+        if (
+            rules.get("form", "sorted-stable") != "sorted-stable"
+            or rules.get("multipart", "parts") != "parts"
+        ):
             yield "forms are always read by their meaning"

@@ -111,15 +111,26 @@ class Stack:
                 return await Database(connection).execute(statement)
             finally:
                 await _now(connection.close())
-        lend = getattr(self.origin, "connection", None) or getattr(self.origin, "acquire", None) or self.origin
+        lend = (
+            getattr(self.origin, "connection", None) or getattr(self.origin, "acquire", None) or self.origin
+        )
         async with AsyncExitStack() as stack:
             lent = lend()
-            connection = await stack.enter_async_context(lent) if hasattr(lent, "__aenter__") else stack.enter_context(lent)
+            connection = (
+                await stack.enter_async_context(lent)
+                if hasattr(lent, "__aenter__")
+                else stack.enter_context(lent)
+            )
             return await Database(connection).execute(statement)
 
     @classmethod
     def named(
-        cls, driver: str, dsn: str, pool_size: int = 10, timeout: float | None = None, isolation: str | None = None
+        cls,
+        driver: str,
+        dsn: str,
+        pool_size: int = 10,
+        timeout: float | None = None,
+        isolation: str | None = None,
     ) -> Stack:
         """The stack of a driver on a database: a file's path for SQLite, else a URL.
 

@@ -8,7 +8,8 @@ TABLES = ("payments", "transfers", "ledger", "wallets", "effects", "uploads", "u
 
 _TABLES = """
 CREATE TABLE payments (id text PRIMARY KEY, amount_cents bigint NOT NULL, currency text NOT NULL);
-CREATE TABLE transfers (id text PRIMARY KEY, source text NOT NULL, target text NOT NULL, amount_cents bigint NOT NULL);
+CREATE TABLE transfers (
+    id text PRIMARY KEY, source text NOT NULL, target text NOT NULL, amount_cents bigint NOT NULL);
 CREATE TABLE ledger (transfer text NOT NULL, wallet text NOT NULL, amount_cents bigint NOT NULL);
 CREATE TABLE wallets (id text PRIMARY KEY, balance_cents bigint NOT NULL);
 CREATE TABLE effects (id text PRIMARY KEY);
@@ -23,7 +24,8 @@ SEED = {
         WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {n})
         INSERT INTO taptwice_records
                (id, created_at, expires_at, fingerprint_version, status, fingerprint, body)
-        SELECT CAST(printf('seed%012d', i) AS BLOB), unixepoch() - {age}, unixepoch() - {age} + 86400, 1, 201, x'00', x''
+        SELECT CAST(printf('seed%012d', i) AS BLOB), unixepoch() - {age}, unixepoch() - {age} + 86400,
+               1, 201, x'00', x''
           FROM n""",
     "postgresql": """
         INSERT INTO taptwice_records

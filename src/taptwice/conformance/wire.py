@@ -125,7 +125,9 @@ def request_of(
 def _body(spec: Mapping[str, Any]) -> tuple[bytes, str | None]:
     """The bytes of the body, and the media type that goes with them."""
     if "json" in spec:
-        return json.dumps(spec["json"], ensure_ascii=False, separators=(",", ":")).encode(), "application/json"
+        return json.dumps(
+            spec["json"], ensure_ascii=False, separators=(",", ":")
+        ).encode(), "application/json"
     if "body" in spec:
         return spec["body"].encode(), "application/json"
     if "body_b64" in spec:

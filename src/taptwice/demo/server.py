@@ -55,12 +55,19 @@ class Slow:
 class Witness:
     """Tells of each request, and of its answer once the last byte of it was handed over."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app
+        self._port = port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        if scope["type"] == "lifespan":
+
+            async def ready(message: Message) -> None:
+                await send(message)
+                if message["type"] == "lifespan.startup.complete":  # not before: its tables are there now
+                    tell("listening", port=self._port)
+
+            await self._app(scope, receive, ready)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         tap.set(headers.get("x-tap", ""))
@@ -105,14 +112,14 @@ async def serve() -> None:
     slow = Slow()
     setattr(service, "review", slow.review)  # noqa: B010 - to mypy a function of a module is a constant
     service.app.include_router(unprotected.router)
-    config = uvicorn.Config(
-        Witness(service.app), log_level="warning", access_log=False, timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()  # from here on nobody is refused, only kept waiting
-        tell("listening", port=listening.getsockname()[1])
+        app = Witness(service.app, listening.getsockname()[1])
+        config = uvicorn.Config(
+            app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=2
+        )
+        server = uvicorn.Server(config)
         obeying = asyncio.create_task(obey(slow, server))
         await server.serve(sockets=[listening])
         obeying.cancel()

@@ -60,7 +60,7 @@ class Printed(Show):
         self.say(f"    {total}   (answers: {counted})")
 
     def event(self, event: Event) -> None:
-        """What the server tells while it is left up. The last of the play's own requests may still be told."""
+        """What the server tells while it is left up; not what it still has to tell of the play."""
         if event["event"] == "answered" and not event["tap"]:
             key = f", key {event['key']}" if event["key"] else ""
             reply = Reply(event["status"], event["body"], event["replayed"])

@@ -25,6 +25,7 @@ from taptwice.core.problems import problem
 from taptwice.drivers import Source, system
 from taptwice.errors import (
     AccountMissing,
+    Contention,
     InFlight,
     KeyExpired,
     KeyInvalid,
@@ -329,6 +330,8 @@ class Exchange:
             self._note(Outcome.RELEASED)
             raise
         except TaptwiceError as error:
+            if isinstance(error, Contention):
+                self._note(Outcome.RELEASED, detail=error.detail)
             return self.refusal(error)
         except BaseException:
             self._note(Outcome.RELEASED)

@@ -15,7 +15,6 @@ undone. Functions of ``after_request`` run outside: on a first answer and on a r
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -103,9 +102,9 @@ class Idempotency(wsgi.WsgiSettings):
                     for known in (conducted.exchange.current.earlier, conducted.exchange.current.made):
                         known.extend(session for session in g.get(SESSIONS, ()) if session not in known)
                     answer = conducted.claim(account)
-                    if answer is not None:
-                        return _returned(answer)
-                    return _respond(conducted, functools.partial(view, *arguments, **named))
+                    if answer is None:
+                        return _respond(conducted, functools.partial(view, *arguments, **named))
+                    return _returned(answer)
 
                 asked = wsgi.request_of(request.environ, getattr(request.url_rule, "rule", None))
                 read = functools.partial(_read, asked, policy)
@@ -127,9 +126,7 @@ def _read(asked: Request, policy: Policy) -> bytes:
     limit = min(policy.request_max_body, request.max_content_length or policy.request_max_body)
     reading = Reading(asked.headers, limit)
     if "stream" not in vars(request):
-        body = wsgi.read_body(request.environ, reading)
-        request.stream = io.BytesIO(body)  # as Werkzeug found it when it was made
-        return body
+        return wsgi.read_body(request.environ, reading)
     reading.feed(request.get_data())  # somebody before us has read it, and perhaps kept it
     if reading.missing == reading.length and (reading.length or request.form or request.files):
         raise Misuse(
@@ -157,7 +154,6 @@ def _respond(conducted: wsgi.Conducted, call: Callable[[], Any]) -> Response:
             if answer is None:
                 raise
             return _returned(answer)
-    exchange.current.returned = True
     start = wsgi.start_of(response.status_code, response.get_wsgi_headers(request.environ))
     chunks = response.iter_encoded()
     step = wsgi.hold(exchange.policy, start, chunks)

@@ -154,7 +154,9 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
             await asyncio.sleep(body.sleep_ms / 1000)
         return await pay(db, body.amount_cents, body.currency, body.card)
 
-    async def form_payment(amount_cents: Annotated[int, Form(gt=0)], currency: Annotated[str, Form()], db: DB) -> Response:
+    async def form_payment(
+        amount_cents: Annotated[int, Form(gt=0)], currency: Annotated[str, Form()], db: DB
+    ) -> Response:
         return await pay(db, amount_cents, currency)
 
     async def read_payment(payment: str, db: DB) -> Response:
@@ -198,7 +200,9 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
                 amount=amount,
             )
             await db.execute(
-                "UPDATE wallets SET balance_cents = balance_cents + :amount WHERE id = :id", amount=amount, id=wallet
+                "UPDATE wallets SET balance_cents = balance_cents + :amount WHERE id = :id",
+                amount=amount,
+                id=wallet,
             )
             if wallet == body.source:
                 await point("between_effects")
@@ -221,7 +225,9 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
         await db.commit()
         return JSONResponse({}, 201)
 
-    async def upload(file: Annotated[UploadFile, File()], db: DB, note: Annotated[str, Form()] = "") -> Response:
+    async def upload(
+        file: Annotated[UploadFile, File()], db: DB, note: Annotated[str, Form()] = ""
+    ) -> Response:
         await point("in_handler")
         name = f"up_{uuid.uuid4().hex}"
         await db.execute(
@@ -243,7 +249,9 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
             return {}
         return described if isinstance(described, dict) else {}
 
-    async def play(request: Request, script: Annotated[dict[str, Any], Depends(script_in)], db: DB) -> Response:
+    async def play(
+        request: Request, script: Annotated[dict[str, Any], Depends(script_in)], db: DB
+    ) -> Response:
         await point("in_handler")
         answer = dict(script)
         if "times" in script:

@@ -1,0 +1,122 @@
+"""``taptwice conformance``: run the wire cases, explain one, check the runner itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from taptwice.errors import TaptwiceError
+
+if TYPE_CHECKING:  # imported when a command runs: they bring a server and its libraries
+    from taptwice.conformance.judge import Observed
+    from taptwice.conformance.language import Case
+    from taptwice.conformance.run import Result
+
+VARIABLE = "TAPTWICE_POSTGRES_URL"
+
+
+@click.group("conformance")
+def conformance() -> None:
+    """Prove an idempotent server over its sockets."""
+
+
+def _cases(path: str | None) -> tuple[Case, ...]:
+    from taptwice.conformance import language
+
+    try:
+        return language.own_cases() if path is None else language.cases_of(path)
+    except TaptwiceError as error:
+        raise click.ClickException(error.detail) from error
+
+
+@conformance.command("run")
+@click.option("--app", default="fastapi", show_default=True, help="Reference application.")
+@click.option("--store", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
+@click.option("--driver", help="Default: aiosqlite, asyncpg.")
+@click.option("--server", envvar=VARIABLE, help=f"PostgreSQL on which a database may be made; or {VARIABLE}.")
+@click.option("--cases", "path", type=click.Path(exists=True, dir_okay=False), help="Other cases.")
+@click.option("--only", multiple=True, metavar="ID", help="Only this case; may be repeated.")
+@click.option("--json", "report", type=click.Path(dir_okay=False), help="Write the report here.")
+def run_(
+    app: str,
+    store: str,
+    driver: str | None,
+    server: str | None,
+    path: str | None,
+    only: tuple[str, ...],
+    report: str | None,
+) -> None:
+    """Run the cases against the reference application. Exit code 1 when one fails."""
+    from taptwice.conformance.report import as_json, summary
+
+    cases = [case for case in _cases(path) if not only or case.id in only]
+    if missing := set(only) - {case.id for case in cases}:
+        raise click.ClickException(f"no case {', '.join(sorted(missing))}")
+    driver = driver or {"sqlite": "aiosqlite", "postgresql": "asyncpg"}[store]
+    try:
+        results = asyncio.run(_run(cases, app, store, driver, server or os.environ.get(VARIABLE, "")))
+    except TaptwiceError as error:
+        raise click.ClickException(error.detail) from error
+    if report is not None:
+        Path(report).write_text(as_json(results), "utf-8")
+    click.echo(f"\n{app} on {store} through {driver}\n{summary(results)}")
+    if any(result.status == "failed" for result in results):
+        raise SystemExit(1)
+
+
+async def _run(cases: list[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
+    from taptwice.conformance.report import line_of
+    from taptwice.conformance.run import Runner
+
+    results = []
+    with click.progressbar(length=len(cases), label="cases", file=sys.stderr) as bar:
+        async with Runner(app, store, driver, server) as runner:
+            for case in cases:
+                results.append(await runner.run(case))
+                click.echo(line_of(results[-1]))
+                bar.update(1)
+    return results
+
+
+@conformance.command()
+@click.argument("name", metavar="CASE")
+@click.option("--cases", "path", type=click.Path(exists=True, dir_okay=False), help="Other cases.")
+def explain(name: str, path: str | None) -> None:
+    """The rule of a case, its source, and the exchange that is expected."""
+    from taptwice.conformance.report import explained
+
+    found = next((case for case in _cases(path) if case.id == name), None)
+    if found is None:
+        raise click.ClickException(f"no case {name}")
+    click.echo(explained(found))
+
+
+@conformance.command()
+@click.option("--record", is_flag=True, help="Record the exchanges anew, from the reference application.")
+def selfcheck(record: bool) -> None:
+    """Alter each expectation of each case: does the judge notice? Exit code 1 below 99 %."""
+    from taptwice.conformance import alter
+
+    if record:
+        Path(__file__).with_name(alter.RECORDED).write_bytes(alter.packed(asyncio.run(_recorded())))
+    found = alter.noticed(_cases(None), alter.recordings())
+    missed = [each for each in found if not each.noticed]
+    for each in missed:
+        click.echo(f"{each.case:<7} not noticed: {each.what}")
+    click.echo(f"{len(found) - len(missed)} of {len(found)} alterations noticed")
+    if len(missed) * 100 > len(found):
+        raise SystemExit(1)
+
+
+async def _recorded() -> dict[str, Observed]:
+    from taptwice.conformance.run import Runner
+
+    async with Runner("fastapi", "sqlite", "aiosqlite") as runner:
+        for case in _cases(None):
+            await runner.run(case)
+        return runner.recorded
