@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import re
 import sqlite3
@@ -45,7 +46,7 @@ def shop(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sq
 async def post(app: Any) -> list[httpx2.Response]:
     """The same request twice, over whichever of the two protocols the application speaks."""
     request: dict[str, Any] = {"headers": HEADERS, "params": {"cents": 700}, "json": {"cents": 700}}
-    if hasattr(app, "wsgi_app"):
+    if len(inspect.signature(app).parameters) == 2:  # (environ, start_response)
         with httpx2.Client(transport=httpx2.WSGITransport(app), base_url="http://shop") as client:
             return [client.post("/charges", **request) for _ in range(2)]
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://shop") as client:

@@ -24,6 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from taptwice.core import fingerprint
 from taptwice.errors import Contention, InFlight, KeyInvalid, KeyReused, Misuse, Torn, Unfinished
 from taptwice.events import Event, Outcome
+from taptwice.flows import transaction
 from taptwice.flows.current import KeyHashFilter, current
 from taptwice.flows.guard import AsyncGuard, Guard
 from tests.http.shop import Shop, open_shop, postgres_tables, sqlite_shop
@@ -668,7 +669,9 @@ async def test_own_connection_is_gone_when_the_block_is_over(own: Own) -> None:
         _ = claim.connection
 
 
-async def test_own_transaction_waits_for_another_attempt_or_does_not(own: Own) -> None:
+async def test_own_transaction_where_nobody_may_wait(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "TURN", 0.05)  # SQLite's one writer is waited for, whatever the key
+
     async def meanwhile(claim: Any) -> None:
         with pytest.raises(InFlight):
             await own.pay(wait=0)

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 
 import httpx2
-import psycopg
 import pytest
 
 from services import PrivatePostgres
@@ -143,9 +142,11 @@ def test_the_server_is_asked_to_end_while_it_works(shop: Shop) -> None:
 @pytest.mark.parametrize("stack", ["psycopg", "asyncpg"])
 async def test_postgresql_killed_under_load(own_postgres: PrivatePostgres, stack: str) -> None:
     """Two services, many clients, a server that is killed again and again: then the books are read."""
-    address = own_postgres.start().url
-    with psycopg.connect(address, autocommit=True) as admin:
-        admin.execute("DROP TABLE IF EXISTS taptwice_records, charges, taptwice_migrations CASCADE")
+    with _new_database(own_postgres.start().url) as address:
+        await killed_under_load(own_postgres, stack, address)
+
+
+async def killed_under_load(own_postgres: PrivatePostgres, stack: str, address: str) -> None:
     postgres_tables(address)
     chance = random.Random(stack)
     keys = [f"k{number}" for number in range(40)]

@@ -22,6 +22,9 @@ from taptwice.conformance.wire import Response
 
 RECORDED = "recorded.json.gz"
 
+WHY = {"logs.all_lines": " (false asks for nothing: not all lines need the field)"}
+"""Why an alteration is not noticed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alteration:

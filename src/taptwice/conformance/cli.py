@@ -97,9 +97,16 @@ def explain(name: str, path: str | None) -> None:
 
 
 @conformance.command()
-@click.option("--record", is_flag=True, help="Record the exchanges anew, from the reference application.")
-def selfcheck(record: bool) -> None:
-    """Alter each expectation of each case: does the judge notice? Exit code 1 below 99 %."""
+@click.option(
+    "--record", is_flag=True, help="First record the exchanges anew, from the reference application."
+)
+@click.option("--servers/--no-servers", default=True, help="Also run the deliberately broken servers.")
+def selfcheck(record: bool, servers: bool) -> None:
+    """Would the runner notice? Exit code 1 when it would not.
+
+    Each expectation of each case is altered and judged on a recorded exchange: at least 99 % must be noticed.
+    Then each deliberately broken server must fail the case that is made for it, and pass an ordinary one.
+    """
     from taptwice.conformance import alter
 
     if record:
@@ -107,9 +114,12 @@ def selfcheck(record: bool) -> None:
     found = alter.noticed(_cases(None), alter.recordings())
     missed = [each for each in found if not each.noticed]
     for each in missed:
-        click.echo(f"{each.case:<7} not noticed: {each.what}")
+        click.echo(f"{each.case:<7} not noticed: {each.what}{alter.WHY.get(each.what, '')}")
     click.echo(f"{len(found) - len(missed)} of {len(found)} alterations noticed")
-    if len(missed) * 100 > len(found):
+    good = len(missed) * 100 <= len(found)
+    if servers:
+        good = asyncio.run(_controls()) and good
+    if not good:
         raise SystemExit(1)
 
 
@@ -120,3 +130,24 @@ async def _recorded() -> dict[str, Observed]:
         for case in _cases(None):
             await runner.run(case)
         return runner.recorded
+
+
+ORDINARY = "D-056"
+"""A case that the broken servers pass: they are broken in one thing only."""
+
+
+async def _controls() -> bool:
+    from taptwice.conformance.apps.broken import CONTROLS
+    from taptwice.conformance.run import Runner
+
+    cases = {case.id: case for case in _cases(None)}
+    good = True
+    for damage, name in CONTROLS.items():
+        async with Runner(f"broken:{damage}", "sqlite", "aiosqlite") as runner:
+            ordinary, own = await runner.run(cases[ORDINARY]), await runner.run(cases[name])
+        noticed = own.status == "failed" and ordinary.status == "passed"
+        good = good and noticed
+        click.echo(
+            f"broken server {damage:<22} {'caught' if noticed else 'NOT CAUGHT'} by {name}: {own.reason}"
+        )
+    return good

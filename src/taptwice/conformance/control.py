@@ -142,11 +142,20 @@ class Executor:
         reply = yield from ask(command)
         if deed == "lose_ack":
             raise CommitUnknown
-        if claims:
+        if claims and _claimed(parts, reply if isinstance(command, Together) else (reply,)):
             yield from ask(meet("after_claim"))
         if commits:
             yield from ask(meet("after_commit"))
         return reply
+
+
+def _claimed(parts: tuple[Command[Any], ...], replies: tuple[Any, ...]) -> bool:
+    """Whether the claim among these commands won: the lock is ours, and there is no record."""
+    for part, rows in zip(parts, replies, strict=True):
+        if isinstance(part, Query) and part.statement == "claim":
+            locked, _, _, version, *_ = rows[0]
+            return bool(locked) and version is None
+    return False
 
 
 @dataclass(frozen=True, slots=True)

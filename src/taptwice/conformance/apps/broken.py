@@ -110,5 +110,5 @@ def create_app(damage: str, stack: Stack, settings: Settings) -> Any:
     once = app.state.once
     once._source = DamagedSource(once.source, damage)
     if damage == "check-then-insert":
-        once.gate = NoGate()  # type: ignore[assignment]
+        once.gate = NoGate()
     return app

@@ -186,7 +186,8 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
         await point("in_handler")
         name = f"tr_{uuid.uuid4().hex}"
         await db.execute(
-            "INSERT INTO transfers (id, source, target, amount_cents) VALUES (:id, :source, :target, :amount)",
+            "INSERT INTO transfers (id, source, target, amount_cents) "
+            "VALUES (:id, :source, :target, :amount)",
             id=name,
             source=body.source,
             target=body.target,
