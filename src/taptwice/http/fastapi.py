@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -71,12 +72,29 @@ class Idempotency(AsgiSettings):
         self.account = account
         self.session = sessions(self)
         """Dependency: a session; inside a keyed handler it works in the claim's transaction."""
-        self.connection = connections(self)
+        self.connection = _ended_before_the_answer(connections(self))
         """Dependency: a connection of the driver; inside a keyed handler the claim's own."""
 
     def keyed(self, **changes: Any) -> Any:
         """The marker of a keyed route, for ``dependencies=[…]``; its settings are those of `Policy`."""
         return Depends(Keyed(self, changed(self.policy, **changes)))
+
+
+def _ended_before_the_answer(make: Callable[[Request], AsyncIterator[Any]]) -> Callable[[Request], Any]:
+    """The dependency, of which a plain route's transaction is committed before its answer is sent.
+
+    FastAPI ends one with ``yield`` after that, unless it is asked for with ``scope="function"``: a client
+    would be told of what a failing commit then takes back. A stream must not work on it any more.
+    """
+    if "scope" not in inspect.signature(Depends).parameters:  # an older FastAPI, which knows no other end
+        return make
+    manager = asynccontextmanager(make)
+
+    async def connection(request: Request) -> Any:
+        stack: AsyncExitStack = request.scope["fastapi_function_astack"]
+        return await stack.enter_async_context(manager(request))
+
+    return connection
 
 
 def _marker(dependencies: Sequence[DependsParameter]) -> Keyed | None:

@@ -96,6 +96,16 @@ def joining(base: type[Session]) -> type[Session]:
     return _classes[base]
 
 
+def left_to_claim(session: Any) -> bool:
+    """Whether a session, whose block ends well, is settled and closed with the open claim.
+
+    Closed here, it would take back what it did while the claim goes on to save an answer; committed here,
+    what it did would outlast an exception that the handler raises afterwards.
+    """
+    joining: Any = getattr(session, "sync_session", session)
+    return bool(joining.join_claim())
+
+
 def joined(maker: Maker) -> Maker:
     """The same maker, of sessions that join the claim's transaction."""
     if maker.kw.get("binds"):

@@ -85,21 +85,37 @@ def sessions(once: AsgiSettings) -> Callable[..., Any]:
 
         return missing
 
-    from taptwice.http.joined import joined, watch  # SQLAlchemy is an extra
+    from taptwice.http.joined import joined, left_to_claim, watch  # SQLAlchemy is an extra
 
     maker = joined(once.origin)
     watch(once.origin.kw["bind"])
     if once.source.blocking:
 
         def session() -> Iterator[Any]:
-            with maker() as made:
+            made = maker()
+            try:
                 yield made
+            except BaseException:
+                made.close()
+                raise
+            if left_to_claim(made):
+                made.flush()
+            else:
+                made.close()
 
         return session
 
     async def async_session() -> AsyncIterator[Any]:
-        async with maker() as made:
+        made = maker()
+        try:
             yield made
+        except BaseException:
+            await made.close()
+            raise
+        if left_to_claim(made):
+            await made.flush()
+        else:
+            await made.close()
 
     return async_session
 

@@ -101,15 +101,12 @@ def create_app(stack: Stack, settings: Settings) -> FastAPI:
 
     once = Idempotency(stack.origin, account=account, policy=settings.policy())
 
-    # "function": a plain route's transaction is committed before its answer leaves.
     async def database(
-        connection: Annotated[
-            Any, Depends(once.session if stack.sessions else once.connection, scope="function")
-        ],
+        connection: Annotated[Any, Depends(once.session if stack.sessions else once.connection)],
     ) -> Database:
         return Database(connection)
 
-    DB = Annotated[Database, Depends(database, scope="function")]
+    DB = Annotated[Database, Depends(database)]
     router = APIRouter(route_class=IdempotentRoute)
     keyed = [once.keyed()]
 
