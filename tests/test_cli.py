@@ -625,7 +625,7 @@ def test_every_command_shows_examples_that_parse(name: str) -> None:
 
 
 def test_the_group_lists_its_commands() -> None:
-    assert set(cli.main.commands) == {"init", "inspect", "sql", "sweep"}
+    assert set(cli.main.commands) == {"conformance", "init", "inspect", "sql", "sweep"}
     help_ = succeed("--help").output
     assert "Exit codes" in help_
     assert succeed("--version").output.startswith("taptwice, version ")

@@ -22,7 +22,15 @@ VARIABLE = "TAPTWICE_POSTGRES_URL"
 
 @click.group("conformance")
 def conformance() -> None:
-    """Prove an idempotent server over its sockets."""
+    """Prove an idempotent server over its sockets.
+
+    \b
+    Examples:
+      taptwice conformance run
+      taptwice conformance run --store postgresql --driver asyncpg --json report.json
+      taptwice conformance explain D-098
+      taptwice conformance selfcheck
+    """
 
 
 def _cases(path: str | None) -> tuple[Case, ...]:
