@@ -24,6 +24,13 @@ def key_hash(key: str) -> str:
     return _digest(b"taptwice/log", key.encode("utf-8", "surrogatepass")).hex()[:16]
 
 
+def is_account(value: object) -> bool:
+    """Whether a value can be an account: text that every database can store, not empty."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 @dataclass(frozen=True, slots=True)
 class Keyed:
     """An idempotency key and the account whose key it is: together they name one intent."""

@@ -32,7 +32,7 @@ from taptwice import drivers
 from taptwice.core import fingerprint as fingerprints
 from taptwice.core.fingerprint import Fingerprint
 from taptwice.core.header import check_key
-from taptwice.core.model import Answer, Headers, Keyed, key_hash
+from taptwice.core.model import Answer, Headers, Keyed, is_account, key_hash
 from taptwice.core.plan import Flush, Plan, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.drivers import Source
@@ -64,9 +64,9 @@ def fingerprint_of(request: Request) -> Fingerprint:
 
 def checked(account: Any, key: str) -> Keyed:
     """Account and key as one value. Raises `KeyInvalid`; `Misuse` for an account that cannot be one."""
-    if not isinstance(account, str) or not account or "\0" in account:
+    if not is_account(account):
         raise Misuse(
-            "account must be text, not empty and without NUL, taken from the login; "
+            "account must be text (not empty, no NUL, no half surrogates), taken from the login; "
             f"got {type(account).__name__}"
         )
     return Keyed(account, check_key(key))

@@ -51,6 +51,9 @@ FIRST_POLL, LONGEST_POLL = 0.02, 0.1
 TURN = 5.0
 """Seconds to wait for the right to write to a database that has one writer, whatever the key."""
 
+BUSY = "The database is busy with another request; this one was not begun."
+"""What is told after that: the key itself may be new."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -137,9 +140,9 @@ def open_claim(store: SqlStore, asked: Asked) -> Plan[Claimed | Replayed]:
         patience, refusal = asked.wait, InFlight()
         try:
             found = yield from _attempt(store, asked)
-        except Contention as error:
+        except Contention:
             # Not this key: the one writer of the database, or a serialization failure at the claim.
-            patience, refusal = max(asked.wait, TURN), InFlight(error.detail)
+            patience, refusal = max(asked.wait, TURN), InFlight(BUSY)
         else:
             decision = _decide(found, asked.fingerprint)
             if decision is Decision.PROCEED:

@@ -18,7 +18,7 @@ from typing import Any
 from taptwice import drivers
 from taptwice.core import fingerprint
 from taptwice.core.header import OMITTED, check_key, is_random_uuid, key_age, parse_key, retry_after
-from taptwice.core.model import Answer, Keyed, key_hash
+from taptwice.core.model import Answer, Keyed, is_account, key_hash
 from taptwice.core.plan import Begin, Commit, Plan, Release, Savepoint, ask
 from taptwice.core.policy import Policy
 from taptwice.core.problems import problem
@@ -223,9 +223,11 @@ class Exchange:
         return None
 
     def _ask(self, account: Any) -> Asked | None:
-        if account is not None and (not isinstance(account, str) or "\0" in account):
+        if account not in (None, "") and not is_account(account):
             kind = type(account).__name__
-            raise Misuse(f"account must give text without NUL, or None for nobody; got {kind}")
+            raise Misuse(
+                f"account must give text (no NUL, no half surrogate), or None for nobody; got {kind}"
+            )
         self._account = account or None
         policy, key = self.policy, self._key
         if self._key_error is not None:

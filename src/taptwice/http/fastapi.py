@@ -69,6 +69,10 @@ class Idempotency(AsgiSettings):
 
     def __init__(self, origin: Any, *, account: Callable[..., Any], **settings: Any) -> None:
         super().__init__(origin, **settings)
+        if not callable(account):
+            raise Misuse(
+                "account must be a dependency: a function that gives the account of whoever is logged in"
+            )
         self.account = account
         self.session = sessions(self)
         """Dependency: a session; inside a keyed handler it works in the claim's transaction."""

@@ -87,9 +87,10 @@ def sessions(once: AsgiSettings) -> Callable[..., Any]:
 
     from taptwice.http.joined import joined, left_to_claim, watch  # SQLAlchemy is an extra
 
+    blocking = once.source.blocking  # also refuses a maker that is bound to no engine, or to several
     maker = joined(once.origin)
     watch(once.origin.kw["bind"])
-    if once.source.blocking:
+    if blocking:
 
         def session() -> Iterator[Any]:
             made = maker()
