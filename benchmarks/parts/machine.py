@@ -67,8 +67,9 @@ def facts(url: str) -> list[str]:
     load = os.getloadavg()[0]
     busy = "; **the machine was busy with other work: these ratios are rough**" if load > 1 else ""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES if _installed(name))
+    kernel = f"{platform.system()} {platform.release().partition('-')[0]}"  # without the builder's suffix
     return [
-        f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {platform.system()} {platform.release().split('-')[0]}",
+        f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {kernel}",
         f"one write of 8 KiB and its fdatasync: {_sync_ms():.2f} ms (median)",
         f"PostgreSQL {postgres}: " + ", ".join(map(" ".join, server.items())),
         f"Python {sys.version.split()[0]}, {packages}",
