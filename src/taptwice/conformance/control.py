@@ -210,7 +210,12 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         number = request_number.get()
         if number is not None:
-            fields = {k: v for k, v in vars(record).items() if isinstance(v, str | int | float | None)}
+            fields = {
+                name: value
+                for name, value in vars(record).items()
+                # Where this machine keeps its files is nobody's affair, least of all a recording's.
+                if isinstance(value, str | int | float | None) and name != "pathname"
+            }
             self.lines.append({**fields, "message": record.getMessage(), "request": number})
 
 
