@@ -55,15 +55,18 @@ def taking() -> Iterator[None]:
         raise StoreUnavailable(f"no connection to PostgreSQL: {error}") from error
 
 
-@contextmanager
-def asking() -> Iterator[None]:
-    """Around statements of ours."""
-    try:
-        yield
-    except psycopg.Error as error:
-        if (known := translated(error)) is not None:
+class Asking:
+    """Around statements of ours. A class, and no generator, because it stands around every one."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, psycopg.Error) and (known := translated(error)) is not None:
             raise known from error
-        raise
+
+
+ASKING = Asking()
 
 
 @contextmanager
@@ -120,7 +123,7 @@ class PsycopgExecutor(Blocking):
             self._borrow()
         commits = any(isinstance(each, plan.Commit) for each in command.commands)
         connection = self.handle
-        with committing(connection) if commits else asking(), connection.pipeline():
+        with committing(connection) if commits else ASKING, connection.pipeline():
             sent = [
                 self._send(each) if isinstance(each, plan.Query) else self.execute(each)
                 for each in command.commands
@@ -146,11 +149,11 @@ class PsycopgExecutor(Blocking):
         return cursor
 
     def _run(self, text: str) -> None:
-        with asking():
+        with ASKING:
             self.handle.execute(text)
 
     def query(self, command: plan.Query) -> Rows:
-        with asking():
+        with ASKING:
             return _rows(self._send(command))
 
     def script(self, command: plan.Script) -> None:
@@ -160,7 +163,7 @@ class PsycopgExecutor(Blocking):
         self._borrow()
         # Not connection.transaction(): inside a pipeline that keeps a pipeline open until its own end.
         transaction = psycopg.Transaction(self.handle)
-        with asking():
+        with ASKING:
             transaction.__enter__()
         self._transaction = transaction
 
@@ -238,13 +241,13 @@ class AsyncPsycopgExecutor(Awaiting):
         return self._connection
 
     async def _run(self, text: str) -> None:
-        with asking():
+        with ASKING:
             await self.handle.execute(text)
 
     async def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
         cursor = self.handle.cursor(row_factory=tuple_row)
-        with asking():
+        with ASKING:
             await cursor.execute(statement.text, statement.named(command))
             return tuple(await cursor.fetchall()) if cursor.description else ()
 
@@ -258,7 +261,7 @@ class AsyncPsycopgExecutor(Awaiting):
             with taking():
                 self._connection = await self._take()
         transaction = psycopg.AsyncTransaction(self.handle)
-        with asking():
+        with ASKING:
             await transaction.__aenter__()
         self._transaction = transaction
 

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    Connection,
-    Engine,
-    Float,
-    Integer,
-    LargeBinary,
-    String,
-    TextClause,
-    bindparam,
-    event,
-    text,
-)
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -30,42 +18,29 @@ from taptwice.drivers import sqlite, sqlstate
 from taptwice.drivers.base import GIVEN_BACK, USED_OUTSIDE, Blocking, logger
 from taptwice.errors import CommitUnknown, Inseparable, Misuse, StoreUnavailable, TaptwiceError, Torn
 
-_TYPES: Mapping[str, Any] = {
-    "lock": BigInteger,
-    "id": LargeBinary,
-    "wait_ms": Integer,
-    "window": Float(53),
-    "version": Integer,
-    "status": Integer,
-    "fingerprint": LargeBinary,
-    "account": String,
-    "key": String,
-    "headers": LargeBinary,
-    "body": LargeBinary,
-    "now": Float(53),
-    "begun": Float(53),
-    "batch": Integer,
-    "name": String,
+PARAMETERS: Mapping[str, Callable[[str, int], str]] = {
+    "numeric_dollar": lambda name, position: f"${position}",
+    "numeric": lambda name, position: f":{position}",
+    "qmark": lambda name, position: f"?{position}",
+    "pyformat": lambda name, position: f"%({name})s",
+    "named": lambda name, position: f":{name}",
+    "format": lambda name, position: "%s",
 }
+"""How each of SQLAlchemy's ``paramstyle`` writes a parameter; ``?1`` is SQLite's, which alone has "qmark"."""
 
 
-def _clauses(dialect: sql.Dialect) -> Mapping[str, tuple[TextClause, sql.Statement]]:
-    """Made once, with typed parameters: SQLAlchemy then compiles each once."""
-    return {
-        name: (
-            text(statement.text).bindparams(
-                *(bindparam(each, type_=_TYPES[each]) for each in statement.parameters)
-            ),
-            statement,
-        )
-        for name, statement in sql.statements(dialect).items()
-    }
+@cache
+def statements(dialect: sql.Dialect, paramstyle: str) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+    """Every statement as the driver itself takes it, and the names of its parameters in their order.
 
-
-CLAUSES: Mapping[sql.Dialect, Mapping[str, tuple[TextClause, sql.Statement]]] = {
-    "postgresql": _clauses("postgresql"),
-    "sqlite": _clauses("sqlite"),
-}
+    They pass SQLAlchemy unread: to read them would cost more than all else that it does with them.
+    """
+    write = PARAMETERS[paramstyle]
+    found = {}
+    for name, statement in sql.statements(dialect).items():
+        each = statement.occurrences if paramstyle == "format" else statement.parameters
+        found[name] = statement.compiled(write), each
+    return found
 
 
 def dialect_of(name: str) -> sql.Dialect:
@@ -95,6 +70,23 @@ def translated(error: SQLAlchemyError, dialect: sql.Dialect) -> TaptwiceError | 
     if code is None and not lost:
         return Misuse(f"SQLAlchemy refused: {error}")
     return sqlstate.ours(code, str(error.orig))
+
+
+class asking:
+    """Around statements of ours. A class, and no generator, because it stands around every one."""
+
+    __slots__ = ("_dialect",)
+
+    def __init__(self, dialect: sql.Dialect) -> None:
+        self._dialect = dialect
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        known = translated(error, self._dialect) if isinstance(error, SQLAlchemyError) else None
+        if known is not None:
+            raise known from error
 
 
 class SqlalchemyExecutor(Blocking):
@@ -147,9 +139,13 @@ class SqlalchemyExecutor(Blocking):
         """A session that works on this connection, in a savepoint of its own: settled with the claim."""
         if session not in self._sessions:
             self._sessions.append(session)
-            event.listen(session, "after_commit", self._note_commit)
+            if hasattr(session, "claimed_by"):
+                session.claimed_by = self  # one of `joined`'s, whose class tells of its commits
+            else:
+                event.listen(session, "after_commit", self.note_commit)
 
-    def _note_commit(self, session: Session) -> None:
+    def note_commit(self, session: Session) -> None:
+        """Its savepoint is released, and can no longer be undone by itself."""
         self._committed = True
 
     def settle_first(self, sessions: list[Session]) -> None:
@@ -171,29 +167,25 @@ class SqlalchemyExecutor(Blocking):
             session.expire_on_commit = expires
         self._earlier.clear()
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Around statements of ours."""
-        try:
-            yield
-        except SQLAlchemyError as error:
-            if (known := translated(error, self.dialect)) is not None:
-                raise known from error
-            raise
-
     def query(self, command: plan.Query) -> Rows:
-        clause, statement = CLAUSES[self.dialect][command.statement]
+        connection = self.connection
+        paramstyle = connection.dialect.paramstyle
+        statement, names = statements(self.dialect, paramstyle)[command.statement]
         given = dict(command.parameters)
-        values = {name: given[name] for name in statement.parameters}
-        with self._asking():
-            result = self.connection.execute(clause, values)
+        values: Any = (
+            {name: given[name] for name in names}
+            if paramstyle in ("pyformat", "named")
+            else tuple([given[name] for name in names])
+        )
+        with asking(self.dialect):
+            result = connection.exec_driver_sql(statement, values)
             rows = tuple(map(tuple, result)) if result.returns_rows else ()
         self._torn |= command.statement == "insert" and not rows
         return rows
 
     def _run(self, statement: str) -> Any:
         """The first value that it gives, if it gives any."""
-        with self._asking():
+        with asking(self.dialect):
             result = self.connection.exec_driver_sql(statement)
             return result.scalar() if result.returns_rows else None
 
@@ -206,12 +198,12 @@ class SqlalchemyExecutor(Blocking):
             if self._take is None:
                 raise Misuse(GIVEN_BACK)
             try:
-                with self._asking():
+                with asking(self.dialect):
                     self._connection = self._take()
             except OSError as error:  # asyncpg's, which SQLAlchemy lets through
                 raise StoreUnavailable(f"no connection to the database: {error}") from error
         self._check_transactional()
-        with self._asking():
+        with asking(self.dialect):
             self.connection.begin()
         if self.dialect == "sqlite":
             # pysqlite begins by itself, late and deferred, unless it finds a transaction open.
@@ -221,13 +213,13 @@ class SqlalchemyExecutor(Blocking):
         self._settle_earlier()
         if self._session is not None:
             self._flush()
-            with self._asking():
+            with asking(self.dialect):
                 self._connection = self._session.connection()
         self._check_transactional()
         if self.dialect == "sqlite":
             driver: Any = self.connection.connection.driver_connection
             raw = getattr(driver, "_conn", driver)  # aiosqlite has sqlite3's inside
-            lock = CLAUSES["sqlite"]["lock"][1].text
+            lock = sql.statements("sqlite")["lock"].text
             self._waiting(command.wait, lock if raw.in_transaction else "BEGIN IMMEDIATE")
 
     def _check_transactional(self) -> None:
@@ -247,7 +239,7 @@ class SqlalchemyExecutor(Blocking):
     def savepoint(self, command: plan.Savepoint) -> None:
         if self._through_session:
             return  # it begins one of its own, at its first statement
-        with self._asking():
+        with asking(self.dialect):
             self._nested = (self._session or self.connection).begin_nested()
 
     def flush(self, command: plan.Flush) -> None:
@@ -262,7 +254,7 @@ class SqlalchemyExecutor(Blocking):
     def undo(self, command: plan.Undo) -> None:
         if self._nested is None and self._committed:
             raise Inseparable
-        with self._asking():
+        with asking(self.dialect):
             for session in reversed(self._sessions):
                 session.rollback()
         self._end_nested("rollback")
@@ -292,7 +284,7 @@ class SqlalchemyExecutor(Blocking):
             return
         if not nested.is_active:
             raise Torn
-        with self._asking():
+        with asking(self.dialect):
             getattr(nested, how)()
 
     def commit(self, command: plan.Commit) -> None:
@@ -321,7 +313,10 @@ class SqlalchemyExecutor(Blocking):
         self._nested, self._committed, self._torn = None, False, False
         try:
             for session in reversed(sessions):
-                event.remove(session, "after_commit", self._note_commit)
+                if hasattr(session, "claimed_by"):
+                    session.claimed_by = None
+                else:
+                    event.remove(session, "after_commit", self.note_commit)
                 if session is made:
                     session.close()
                 else:

@@ -51,6 +51,9 @@ def joining(base: type[Session]) -> type[Session]:
     if base not in _classes:
 
         class Joined(base):  # type: ignore[valid-type, misc]  # a class made from the user's own
+            claimed_by: Any = None
+            """The executor of the claim that it works in."""
+
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
                 under_way = current.get()
@@ -91,6 +94,11 @@ def joining(base: type[Session]) -> type[Session]:
                 if under_way is not None and under_way.returned and self.join_claim():
                     return  # between the handler's return and the answer: settled and closed with the claim
                 super().close()
+
+        @event.listens_for(Joined, "after_commit")  # once a class: a listener for each session costs more
+        def _committed(session: Any) -> None:
+            if session.claimed_by is not None:
+                session.claimed_by.note_commit(session)
 
         _classes[base] = Joined
     return _classes[base]

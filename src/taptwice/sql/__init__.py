@@ -28,6 +28,11 @@ class Statement:
     text: str
     parameters: tuple[str, ...]
 
+    @property
+    def occurrences(self) -> tuple[str, ...]:
+        """The parameters as they stand in the text, each as often as it does."""
+        return tuple(_PARAMETER.findall(self.text))
+
     def compiled(self, placeholder: Callable[[str, int], str]) -> str:
         """The text with each parameter written by ``placeholder(name, position from 1)``."""
         position = {name: number for number, name in enumerate(self.parameters, 1)}
