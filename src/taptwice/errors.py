@@ -14,6 +14,7 @@
     │   └── CommitUnknown     503 commit-unknown    it may have been done: same key again finds out
     ├── Contention            503 contention        rolled back, nothing done: run the transaction again
     │   └── Busy              503 contention        another transaction has the one writer's turn
+    ├── CircuitOpen           not called: what is called is down; `retry_after` tells when to try again
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
     ├── Inseparable           the work can be undone only with its claim (never reaches an application)
     └── Misuse                500 misuse            the program is wrong: the message names the remedy
@@ -31,6 +32,7 @@ from typing import ClassVar
 __all__ = [
     "AccountMissing",
     "Busy",
+    "CircuitOpen",
     "CommitUnknown",
     "ConstraintViolated",
     "Contention",
@@ -147,6 +149,19 @@ class Contention(TaptwiceError):
 
 class Busy(Contention):
     """The database has one writer, and another transaction is writing."""
+
+
+class CircuitOpen(TaptwiceError):
+    """Not called: the circuit breaker is open, because too many calls in a row have failed."""
+
+    status = 503
+    problem = "circuit-open"
+    retry = True
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+        """Seconds until a call may go, at the latest."""
 
 
 class ConstraintViolated(TaptwiceError):
