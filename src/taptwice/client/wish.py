@@ -93,7 +93,7 @@ def derived_key(namespace: str, name: str) -> str:
 
     It comes from the *name* of the intent, never from its content: two equal orders have two names.
     `namespace` keeps programs and environments apart ("shop-prod"). In the form of a UUIDv8 (RFC 9562
-    section 5.8), 118 bits of a hash.
+    section 5.8), 120 bits of a hash.
     """
     if not namespace:
         raise Misuse("intent= needs a namespace= (of this program and environment) or an IntentStore(path)")
