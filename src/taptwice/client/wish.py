@@ -11,7 +11,7 @@ same time send the same key, and the server lets one of them work. What comes of
     no        is the same   kept                              STORED  that answer, and nothing is sent
     no        is the same   none            in the window     SEND    under the key that it has
     no        is the same   not its body    in the window     SEND    too: the server replays the answer
-    no        is the same   either of both  beyond            IntentTooOld: it might be done a second time
+    no        is the same   either of both  beyond            IntentTooOld: to send might do it a second time
 
 The age counts from the first write before a byte, which comes before the server's own window begins; and the
 last moment at which this attempt may still be sent must lie in the window too.
@@ -152,6 +152,11 @@ def judge(wish: Wish, intent: Intent, window: float) -> Answer | None:
     if intent.answer is not None and intent.answer.body is not None:
         return intent.answer
     if intent.age + wish.lasts > window:
+        if intent.answer is not None:
+            raise IntentTooOld(
+                f"intent {wish.name!r} is done, and was answered with {intent.answer.status}; the body was not"
+                f" kept, and the server remembers it for {window:.0f} s"
+            )
         raise IntentTooOld(
             f"intent {wish.name!r} was first sent {intent.age:.0f} s ago; the server remembers its key for"
             f" {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice. Nothing was"
