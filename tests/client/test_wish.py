@@ -43,7 +43,7 @@ def test_every_row_of_the_table(changed: bool, answer: str, age: float) -> None:
     elif answer.startswith("kept"):
         assert judge(wish, intent, DAY) is ANSWERS[answer], "however old it is"
     elif age + 10 > DAY:
-        said = "find out at the server" if answer == "none" else "is done, and was answered with 201"
+        said = "find out at the server" if answer == "none" else "is done: its answer was 201"
         with pytest.raises(IntentTooOld, match=said):
             judge(wish, intent, DAY)
     else:

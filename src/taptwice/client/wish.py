@@ -154,8 +154,8 @@ def judge(wish: Wish, intent: Intent, window: float) -> Answer | None:
     if intent.age + wish.lasts > window:
         if intent.answer is not None:
             raise IntentTooOld(
-                f"intent {wish.name!r} is done, and was answered with {intent.answer.status}; the body was not"
-                f" kept, and the server remembers it for {window:.0f} s"
+                f"intent {wish.name!r} is done: its answer was {intent.answer.status}. The body was not kept,"
+                f" and the server remembers it for {window:.0f} s"
             )
         raise IntentTooOld(
             f"intent {wish.name!r} was first sent {intent.age:.0f} s ago; the server remembers its key for"
