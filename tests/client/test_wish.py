@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import uuid
 
 import pytest
 
-from taptwice.client.wish import LARGEST_BODY, Wish, derived_key, fingerprint_of, judge, kept
+from taptwice.client.wish import LARGEST_BODY, Wish, fingerprint_of, judge, kept
 from taptwice.core.model import Answer
 from taptwice.errors import IntentChanged, IntentTooOld, Misuse
 from taptwice.stores.intents import Intent
@@ -103,31 +102,12 @@ def test_what_must_not_be_stored_leaves_its_status() -> None:
 # --- keys and fingerprints ----------------------------------------------------------------------------------
 
 
-def test_a_derived_key_is_the_same_everywhere_and_looks_like_a_uuid() -> None:
-    key = derived_key("shop-prod", "checkout-4711")
-    assert key == "4d937f24-af1a-8bf1-aeea-b15a246c4cb2", "a release that makes other keys charges twice"
-    assert str(uuid.UUID(key)) == key
-    assert uuid.UUID(key).variant == uuid.RFC_4122
-
-
-def test_derived_keys_differ_wherever_namespace_or_name_do() -> None:
-    pairs = [("a", "bc"), ("ab", "c"), ("abc", "d"), ("a", "b"), ("1", "1:a"), ("1:1", "a"), ("ä", "b")]
-    pairs += [("shop", f"order-{number}") for number in range(1000)]
-    assert len({derived_key(*pair) for pair in pairs}) == len(pairs)
-
-
 def test_two_equal_coffees_are_two_intents() -> None:
     """S-052, S-053: a key from the content would merge them."""
     request = fingerprint_of("POST", "https://x/charges", b'{"user": 7, "eur": 5}')
     first, second = Wish("coffee-1", request), Wish("coffee-2", request)
     assert first.request == second.request
     assert first.key != second.key
-    assert derived_key("shop", first.name) != derived_key("shop", second.name)
-
-
-def test_a_derived_key_needs_to_know_whose_names_these_are() -> None:
-    with pytest.raises(Misuse, match=r"namespace= .* or an IntentStore"):
-        derived_key("", "order-17")
 
 
 def test_a_fingerprint_sees_what_is_asked_and_not_who_asks() -> None:
@@ -142,4 +122,26 @@ def test_a_fingerprint_sees_what_is_asked_and_not_who_asks() -> None:
         fingerprint_of("POST", "https://x:8443/a?b=1", b""),
     ]
     assert len({one, *others}) == 7
-    assert len(one) == 32
+    frozen = "c86979d5c3de0587099959b19f9341ca67b732203f51eb40bb082e5844a7dbb5"
+    assert one.hex() == frozen, "a release that makes another one refuses what is under way"
+
+
+def test_a_fingerprint_reads_a_body_by_its_meaning() -> None:
+    def of(body: bytes, content_type: str) -> bytes:
+        return fingerprint_of("POST", "https://x/a", body, content_type)
+
+    assert of(b'{"a": 1, "b": 2}', "application/json") == of(b'{"b":2,"a":1.0}', "application/json")
+    assert of(b'{"a": 1}', "application/json") != of(b'{"a": 2}', "application/json")
+    assert of(b'{"a": 1}', "application/json") != of(b'{"a": 1}', "text/plain")
+
+    def form(boundary: bytes) -> bytes:
+        lines = [
+            b"--" + boundary,
+            b'Content-Disposition: form-data; name="a"',
+            b"",
+            b"1",
+            b"--" + boundary + b"--",
+        ]
+        return of(b"\r\n".join(lines), f"multipart/form-data; boundary={boundary.decode()}")
+
+    assert form(b"one") == form(b"other")

@@ -32,7 +32,6 @@ from taptwice.client.wish import (
     Settle,
     Wish,
     checked,
-    derived_key,
     fingerprint_of,
     with_intent,
 )
@@ -44,7 +43,7 @@ from taptwice.flows.migrate import migrate
 from taptwice.flows.transaction import TURN, abandon
 from taptwice.stores.intents import Intent, SqlIntents
 
-__all__ = ["AsyncIntentStore", "Intent", "IntentStore", "Sent", "Wish", "derived_key", "fingerprint_of"]
+__all__ = ["AsyncIntentStore", "Intent", "IntentStore", "Sent", "Wish", "fingerprint_of"]
 
 Result = TypeVar("Result")
 

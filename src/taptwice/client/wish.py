@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from taptwice.core.fingerprint import of_value
+from taptwice.core.fingerprint import Rules, of_request
 from taptwice.core.model import Answer, is_account
 from taptwice.core.plan import Command, Plan, ask
 from taptwice.core.policy import NEVER_SAVED
@@ -78,28 +77,21 @@ def checked(name: str) -> str:
     return name
 
 
-def fingerprint_of(method: str, url: str, body: bytes) -> bytes:
-    """32 bytes that tell one request from another: its method, its URL without login, the bytes of its body.
+def fingerprint_of(method: str, url: str, body: bytes, content_type: str = "") -> bytes:
+    """32 bytes that tell one request from another, by the rules of `taptwice.core.fingerprint`.
 
-    Headers do not count: with a token that was renewed it is the same request.
+    Method, URL (without login and fragment), media type and body count; JSON, forms and multipart by their
+    meaning, so that neither a new release nor a new multipart boundary makes another request of it. No
+    header counts but `content_type`: with a token that was renewed it is the same request.
     """
     parts = urlsplit(url)
-    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))
-    return of_value([method.upper(), bare, sha256(body).hexdigest()]).digest()
+    place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    headers = [(b"content-type", content_type.encode("latin-1", "replace"))]
+    return of_request(method, place, parts.query.encode(), headers, body, RULES).digest()
 
 
-def derived_key(namespace: str, name: str) -> str:
-    """The key of an intent that no store remembers: the same after a restart, and on every machine.
-
-    It comes from the *name* of the intent, never from its content: two equal orders have two names.
-    `namespace` keeps programs and environments apart ("shop-prod"). In the form of a UUIDv8 (RFC 9562
-    section 5.8), 120 bits of a hash.
-    """
-    if not namespace:
-        raise Misuse("intent= needs a namespace= (of this program and environment) or an IntentStore(path)")
-    text = f"{len(namespace)}:{namespace}{checked(name)}".encode()
-    digits = blake2b(text, digest_size=16, person=b"taptwice/intent").hexdigest()
-    return f"{digits[:8]}-{digits[8:12]}-8{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
+RULES = Rules(version=1)
+"""Pinned: another version would make other requests of those that are under way."""
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
