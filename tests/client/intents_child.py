@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import psycopg
 
-from taptwice.client.intents import IntentStore, Sent, Wish, fingerprint_of
+from taptwice.client.intents import Intent, IntentStore, Sent, Wish, fingerprint_of
 from taptwice.core.model import Answer
 from taptwice.errors import IntentRefused
 
@@ -55,8 +55,7 @@ def main(store: str, url: str, order: str, cents: str, point: str = "") -> None:
     except IntentRefused as refused:
         result["refused"] = type(refused).__name__
     else:
-        stored = isinstance(done, Answer)
-        answer = done if isinstance(done, Answer) else done.answer
+        stored, answer = isinstance(done, Intent), done.answer
         assert answer is not None
         replayed = not stored and answer.header("idempotent-replayed") == "true"
         result.update(status=answer.status, body=answer.json(), stored=stored, replayed=replayed)

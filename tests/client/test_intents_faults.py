@@ -13,7 +13,7 @@ import pytest
 
 from taptwice import drivers
 from taptwice.client import intents, wish
-from taptwice.client.intents import AsyncIntentStore, IntentStore, Sent, Wish, fingerprint_of
+from taptwice.client.intents import AsyncIntentStore, Intent, IntentStore, Sent, Wish, fingerprint_of
 from taptwice.core.model import Answer
 from taptwice.core.plan import Plan, ask
 from taptwice.drivers import sqlite as sqlite_driver
@@ -70,11 +70,11 @@ class Shop:
         found = IntentStore(self.source).get("order-17")
         if len(self.effects) != 1 or found is None or found.key != self.effects[0]:
             raise Doubled(f"{len(self.effects)} effects")
-        answer = retried if isinstance(retried, Answer) else retried.answer
+        answer = retried.answer
         if (answer.status, answer.body, found.state) != (201, b"paid", "done"):
             raise Doubled("the answer was lost")
         sendings = self.sendings
-        if not isinstance(self.attempt(lambda target: target), Answer) or self.sendings != sendings:
+        if not isinstance(self.attempt(lambda target: target), Intent) or self.sendings != sendings:
             raise Doubled("what is done was sent again")
 
 
@@ -90,9 +90,9 @@ def explore(folder: pathlib.Path, in_a_row: int = 2) -> int:
             schedules += 1
             shop: Shop = trial.attempt.__self__  # type: ignore[attr-defined]
             for outcome in trial.outcomes:
-                known = isinstance(outcome, Sent | Answer | TaptwiceError | Crash)
+                known = isinstance(outcome, Sent | Intent | TaptwiceError | Crash)
                 assert known, (str(trial), outcome)
-            done = "paid" if any(isinstance(each, Sent | Answer) for each in trial.outcomes) else ""
+            done = "paid" if any(isinstance(each, Sent | Intent) for each in trial.outcomes) else ""
             assert not done or len(shop.effects) == 1, str(trial)
             shop.dies = None
             shop.check(trial.retry())
@@ -108,9 +108,8 @@ def new_key_each_time(one: Wish, window: float, keep: Any = "answer") -> Plan[An
     """The key is made for the attempt, and not kept."""
     intent = yield from ask(wish.Remember(one))
     assert intent is not None
-    answer = wish.judge(one, intent, window)
-    if answer is not None:
-        return answer
+    if wish.judge(one, intent, window):
+        return intent
     sent = yield from ask(wish.Send(one.key))
     assert sent.answer is not None
     yield from ask(wish.Settle(one.name, intent.key, wish.kept(sent.answer, keep)))

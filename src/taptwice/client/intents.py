@@ -35,7 +35,6 @@ from taptwice.client.wish import (
     fingerprint_of,
     with_intent,
 )
-from taptwice.core.model import Answer
 from taptwice.core.plan import Begin, Command, Commit, Join, Plan, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.errors import Contention, Misuse
@@ -148,8 +147,8 @@ class IntentStore(_Intents):
         if not self._source.blocking:
             raise Misuse(f"{type(origin).__qualname__} awaits: use AsyncIntentStore")
 
-    def fulfil(self, wish: Wish, send: Callable[[str], Sent[Response]]) -> Sent[Response] | Answer:
-        """Carry a wish out: `send` is given the key. Where an answer is remembered it comes back instead.
+    def fulfil(self, wish: Wish, send: Callable[[str], Sent[Response]]) -> Sent[Response] | Intent:
+        """Carry a wish out: `send` is given the key. Where an answer is remembered, the intent comes back.
 
         Raises `IntentChanged`, `IntentTooOld`, `IntentDropped`, `StoreUnavailable` or `Contention` before
         anything is sent. What `send` raises goes through, and the intent stays open.
@@ -215,7 +214,7 @@ class AsyncIntentStore(_Intents):
 
     async def fulfil(
         self, wish: Wish, send: Callable[[str], Awaitable[Sent[Response]]]
-    ) -> Sent[Response] | Answer:
+    ) -> Sent[Response] | Intent:
         """As `IntentStore.fulfil`."""
 
         async def execute(command: Command[Any]) -> Any:

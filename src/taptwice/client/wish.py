@@ -120,29 +120,28 @@ class Settle(Command[None]):
     answer: Answer
 
 
-def with_intent(wish: Wish, window: float, keep: Keep = "answer") -> Plan[Sent[Any] | Answer]:
-    """Carry a wish out around whatever `Send` does. An `Answer` comes back where one was remembered."""
+def with_intent(wish: Wish, window: float, keep: Keep = "answer") -> Plan[Sent[Any] | Intent]:
+    """Carry a wish out around whatever `Send` does. The intent comes back where its answer was remembered."""
     intent = yield from ask(Remember(wish))
     if intent is None:
         raise IntentDropped(f"intent {wish.name!r} was given up: renew it, or give the new wish a new name")
-    answer = judge(wish, intent, window)
-    if answer is not None:
-        return answer
+    if judge(wish, intent, window):
+        return intent
     sent = yield from ask(Send(intent.key))
     if sent.answer is not None and sent.answer.status not in NOT_FINAL:
         yield from ask(Settle(wish.name, intent.key, kept(sent.answer, keep)))
     return sent
 
 
-def judge(wish: Wish, intent: Intent, window: float) -> Answer | None:
-    """The table above, for an intent that was not dropped: the answer to give, or None: send it."""
+def judge(wish: Wish, intent: Intent, window: float) -> bool:
+    """The table above, for an intent that was not dropped. True: give its answer. False: send it."""
     if intent.fingerprint != wish.request:
         raise IntentChanged(
             f"intent {wish.name!r} was first sent as another request (its method, URL or body differ), and"
             " nothing was sent now: give the new wish a new name"
         )
     if intent.answer is not None and intent.answer.body is not None:
-        return intent.answer
+        return True
     if intent.age + wish.lasts > window:
         if intent.answer is not None:
             raise IntentTooOld(
@@ -154,7 +153,7 @@ def judge(wish: Wish, intent: Intent, window: float) -> Answer | None:
             f" {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice. Nothing was"
             " sent now; find out at the server what became of it, then drop or renew it"
         )
-    return None
+    return False
 
 
 def kept(answer: Answer, keep: Keep) -> Answer:
