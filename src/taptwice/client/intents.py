@@ -35,11 +35,10 @@ from taptwice.client.wish import (
     fingerprint_of,
     with_intent,
 )
-from taptwice.core.plan import Begin, Command, Commit, Join, Plan, arun, ask, run
+from taptwice.core.plan import Begin, Close, Command, Commit, Join, Plan, Rollback, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.errors import Contention, Misuse
 from taptwice.flows.migrate import migrate
-from taptwice.flows.transaction import TURN, abandon
 from taptwice.stores.intents import Intent, SqlIntents
 
 __all__ = ["AsyncIntentStore", "Intent", "IntentStore", "Sent", "Wish", "fingerprint_of"]
@@ -47,6 +46,9 @@ __all__ = ["AsyncIntentStore", "Intent", "IntentStore", "Sent", "Wish", "fingerp
 Result = TypeVar("Result")
 
 logger = logging.getLogger("taptwice.client")
+
+TURN = 5.0
+"""Seconds to wait for the right to write to a database that has one writer."""
 
 BATCH = 1000
 """Intents that are forgotten in one transaction."""
@@ -121,7 +123,10 @@ def alone(plan: Plan[Result]) -> Plan[Result]:
         yield from ask(Commit())
         return result
     finally:
-        yield from abandon()
+        try:
+            yield from ask(Rollback())
+        finally:
+            yield from ask(Close())
 
 
 def dropped(table: SqlIntents, name: str) -> Plan[Intent | None]:
