@@ -104,8 +104,9 @@ def drop(name: str, url: str, as_json: bool) -> None:
       taptwice intents drop order-17 --json
     """
     database = open_database(url)
+    table = SqlIntents(database.dialect)
     with expected(database):
-        found = database.drive(alone(dropped(SqlIntents(database.dialect), name)))
+        found = database.drive(alone(table, dropped(table, name)))
     _print(_there(database, name, found), as_json)
 
 
@@ -133,8 +134,9 @@ def renew(name: str, url: str, yes: bool, as_json: bool) -> None:
             f"intent {name!r} was sent at {time_text(before.sent_at)} and may have been done; find out at the"
             f" server (its key there: {before.key}), and say --yes if it was not",
         )
+    table = SqlIntents(database.dialect)
     with expected(database):
-        found = database.drive(alone(renewed(SqlIntents(database.dialect), name)))
+        found = database.drive(alone(table, renewed(table, name)))
     _print(_there(database, name, found), as_json)
 
 

@@ -103,6 +103,9 @@ async def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Async
             yield Kit(store(await with_tables(aiosqlite_driver.connecting(lambda: aiosqlite.connect(path)))))
         case "psycopg":
             yield Kit(store(await with_tables(lambda: psycopg.connect(url))))
+        case "psycopg serializable":
+            options = "-c default_transaction_isolation=serializable"
+            yield Kit(store(await with_tables(lambda: psycopg.connect(url, options=options))))
         case "async psycopg":
 
             async def connect_psycopg() -> Any:
@@ -408,7 +411,7 @@ def test_sent_before_the_callers_own_transaction_has_committed(fresh_postgres: s
 # --- many at once -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["file", "psycopg"])
+@pytest.mark.parametrize("kind", ["file", "psycopg", "psycopg serializable"])
 async def test_threads_that_carry_out_one_intent_use_one_key(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

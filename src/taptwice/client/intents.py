@@ -35,10 +35,11 @@ from taptwice.client.wish import (
     fingerprint_of,
     with_intent,
 )
-from taptwice.core.plan import Begin, Close, Command, Commit, Join, Plan, Rollback, arun, ask, run
+from taptwice.core.plan import Begin, Close, Command, Commit, Join, Plan, Rollback, Script, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.errors import Contention, Misuse
 from taptwice.flows.migrate import migrate
+from taptwice.sql import READ_COMMITTED
 from taptwice.stores.intents import Intent, SqlIntents
 
 __all__ = ["AsyncIntentStore", "Intent", "IntentStore", "Sent", "Wish", "fingerprint_of"]
@@ -75,7 +76,7 @@ class _Intents:
 
     def _remember(self, wish: Wish) -> Plan[Intent | None]:
         try:
-            return (yield from alone(self._table.remember(wish.name, wish.key, wish.request)))
+            return (yield from self._alone(self._table.remember(wish.name, wish.key, wish.request)))
         except Contention as error:
             raise Contention(
                 f"nothing was sent: another transaction holds intent {wish.name!r}; if it is your own, commit"
@@ -83,7 +84,7 @@ class _Intents:
             ) from error
 
     def _settle(self, command: Settle) -> Plan[None]:
-        return alone(self._table.settle(command.name, command.key, command.answer))
+        return self._alone(self._table.settle(command.name, command.key, command.answer))
 
     def _make(self, name: str) -> Plan[Intent]:
         found = yield from self._table.make(checked(name), str(uuid.uuid4()))
@@ -96,29 +97,34 @@ class _Intents:
         return (yield from self._make(name))
 
     def _get(self, name: str) -> Plan[Intent | None]:
-        return alone(self._table.look(name))
+        return self._alone(self._table.look(name))
 
     def _list(self, open_only: bool, limit: int) -> Plan[tuple[Intent, ...]]:
-        return alone(self._table.list(open_only=open_only, limit=limit))
+        return self._alone(self._table.list(open_only=open_only, limit=limit))
 
     def _drop(self, name: str) -> Plan[Intent | None]:
-        return alone(dropped(self._table, name))
+        return self._alone(dropped(self._table, name))
 
     def _renew(self, name: str) -> Plan[Intent | None]:
-        return alone(renewed(self._table, name))
+        return self._alone(renewed(self._table, name))
+
+    def _alone(self, plan: Plan[Result]) -> Plan[Result]:
+        return alone(self._table, plan)
 
     def _purge(self, older_than: float | str) -> Plan[int]:
         total, last, age = 0, BATCH, seconds(older_than)
         while last == BATCH:
-            last = yield from alone(self._table.purge(age, BATCH))
+            last = yield from self._alone(self._table.purge(age, BATCH))
             total += last
         return total
 
 
-def alone(plan: Plan[Result]) -> Plan[Result]:
+def alone(table: SqlIntents, plan: Plan[Result]) -> Plan[Result]:
     """In a transaction of its own."""
     try:
         yield from ask(Begin(TURN))
+        for setting in READ_COMMITTED[table.dialect]:
+            yield from ask(Script(setting))
         result = yield from plan
         yield from ask(Commit())
         return result
@@ -181,7 +187,7 @@ class IntentStore(_Intents):
         the commit, not before.
         """
         if connection is None:
-            return self._drive(alone(self._make(name)))
+            return self._drive(self._alone(self._make(name)))
         executor = drivers.join(connection)
         if iscoroutinefunction(executor.execute):
             raise Misuse(f"{type(connection).__qualname__} awaits: use AsyncIntentStore")
@@ -240,7 +246,7 @@ class AsyncIntentStore(_Intents):
     async def make(self, name: str, *, connection: Any = None) -> Intent:
         """As `IntentStore.make`."""
         if connection is None:
-            return await self._drive(alone(self._make(name)))
+            return await self._drive(self._alone(self._make(name)))
         executor = drivers.join(connection)
         if not iscoroutinefunction(executor.execute):
             raise Misuse(f"{type(connection).__qualname__} blocks: use IntentStore")
