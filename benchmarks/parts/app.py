@@ -1,7 +1,7 @@
 """The measured service, in a process of its own: `python -m benchmarks.parts.app STACK URL PORT`.
 
 Every route takes the same request: an account from a header, a key, a small JSON body. What differs is who
-looks after the key.
+looks after the key. All stand in routers, which cost FastAPI something too.
 """
 
 # No `from __future__ import annotations`: FastAPI reads them, and some name what stands in a function.
@@ -114,14 +114,14 @@ def with_asyncpg(url: str) -> FastAPI:
             include_ours(app, late.pool)
             yield
 
-    app = FastAPI(lifespan=lifespan)
+    app, router = FastAPI(lifespan=lifespan), APIRouter()
 
-    @app.post("/bare", status_code=201)
+    @router.post("/bare", status_code=201)
     async def bare(account: Account, body: Charge) -> dict[str, int]:
         async with late.pool.acquire() as connection, connection.transaction():
             return {"charge_id": await charge_asyncpg(connection, account, body)}
 
-    @app.get("/charges/{charge_id}")
+    @router.get("/charges/{charge_id}")
     async def read(account: Account, charge_id: int) -> dict[str, Any]:
         async with late.pool.acquire() as connection:
             return dict(await connection.fetchrow(DOLLARS["read"], charge_id))
@@ -139,13 +139,15 @@ def with_asyncpg(url: str) -> FastAPI:
             await connection.execute(DOLLARS["save"], *mine.record(answer).values())
         return answered(answer)
 
-    @app.post("/hand", status_code=201)
+    @router.post("/hand", status_code=201)
     async def hand(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, False)
 
-    @app.post("/hand-savepoint", status_code=201)
+    @router.post("/hand-savepoint", status_code=201)
     async def hand_savepoint(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, True)
+
+    app.include_router(router)
 
     def include_ours(app: FastAPI, pool: Any) -> None:
         once = Idempotency(pool, account=account_of)
@@ -172,14 +174,14 @@ def with_psycopg(url: str) -> FastAPI:
             await pool.wait()
             yield
 
-    app = FastAPI(lifespan=lifespan)
+    app, router = FastAPI(lifespan=lifespan), APIRouter()
 
-    @app.post("/bare", status_code=201)
+    @router.post("/bare", status_code=201)
     async def bare(account: Account, body: Charge) -> dict[str, int]:
         async with pool.connection() as connection:
             return {"charge_id": await charge_psycopg(connection, account, body)}
 
-    @app.get("/charges/{charge_id}")
+    @router.get("/charges/{charge_id}")
     async def read(account: Account, charge_id: int) -> dict[str, Any]:
         async with pool.connection() as connection:
             cursor = await connection.execute(PERCENTS["read"], {"charge": charge_id})
@@ -198,14 +200,15 @@ def with_psycopg(url: str) -> FastAPI:
             await connection.execute(PERCENTS["save"], mine.record(answer))
         return answered(answer)
 
-    @app.post("/hand", status_code=201)
+    @router.post("/hand", status_code=201)
     async def hand(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, False)
 
-    @app.post("/hand-savepoint", status_code=201)
+    @router.post("/hand-savepoint", status_code=201)
     async def hand_savepoint(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, True)
 
+    app.include_router(router)
     once = Idempotency(pool, account=account_of)
     app.include_router(ours(once, once.connection, charge_psycopg))
     return app
@@ -224,14 +227,14 @@ def with_sqlalchemy(url: str) -> FastAPI:
         url.replace("postgresql://", "postgresql+asyncpg://"), pool_size=CONNECTIONS, max_overflow=0
     )
     maker = async_sessionmaker(engine, expire_on_commit=False)
-    app = FastAPI()
+    app, router = FastAPI(), APIRouter()
 
-    @app.post("/bare", status_code=201)
+    @router.post("/bare", status_code=201)
     async def bare(account: Account, body: Charge) -> dict[str, int]:
         async with maker.begin() as session:
             return {"charge_id": await charge_sqlalchemy(session, account, body)}
 
-    @app.get("/charges/{charge_id}")
+    @router.get("/charges/{charge_id}")
     async def read(account: Account, charge_id: int) -> dict[str, Any]:
         async with maker() as session:
             return dict((await session.execute(CLAUSES["read"], {"charge": charge_id})).mappings().one())
@@ -249,14 +252,15 @@ def with_sqlalchemy(url: str) -> FastAPI:
             await session.execute(CLAUSES["save"], mine.record(answer))
         return answered(answer)
 
-    @app.post("/hand", status_code=201)
+    @router.post("/hand", status_code=201)
     async def hand(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, False)
 
-    @app.post("/hand-savepoint", status_code=201)
+    @router.post("/hand-savepoint", status_code=201)
     async def hand_savepoint(account: Account, key: Key, body: Charge, request: Request) -> Response:
         return await by_hand(account, key, body, request, True)
 
+    app.include_router(router)
     once = Idempotency(maker, account=account_of)
     app.include_router(ours(once, once.session, charge_sqlalchemy))
     return app

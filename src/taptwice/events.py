@@ -8,7 +8,7 @@ logged and harms nobody. Account and key are hashed unless the guard was told to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,13 +61,15 @@ _LEVELS = {
 }
 
 
+def is_heard(outcome: Outcome, listeners: Collection[Listener]) -> bool:
+    """Whether anybody would be told: an event that nobody hears need not be made."""
+    return bool(listeners) or logger.isEnabledFor(_LEVELS.get(outcome, logging.INFO))
+
+
 def log(event: Event) -> None:
     """The listener that is always there: one line an event on the logger ``taptwice``."""
-    level = _LEVELS.get(event.outcome, logging.INFO)
-    if not logger.isEnabledFor(level):
-        return
     logger.log(
-        level,
+        _LEVELS.get(event.outcome, logging.INFO),
         "idempotency key %s: %s%s%s",
         event.outcome.value,
         event.route or "-",

@@ -79,8 +79,8 @@ def test_version_1_never_changes() -> None:
         "bytes": of_bytes(b"taptwice").digest(),
     }
     assert {name: digest.hex() for name, digest in digests.items()} == {
-        "request": "2b828722662b758cadf38765270b911516239cd2c431b862b688f759f1469c95",
-        "value": "da4678e5ab6258f5d91f3192a9e67af6480b88148d687f34bccc41da5feaab33",
+        "request": "7b0f72493887ad4c2812f8a1a1c75f60a7ff4994d0ddcf562779774dc4773b84",
+        "value": "513f7a9eaf39d327bdac2f1707fb4d906507f904c9755b926324eb5727f8317a",
         "bytes": "40422b465fca62a9784c9e3d47ba6462d22087d93336a6a4cd021e8f001d951b",
     }
 

@@ -117,7 +117,7 @@ def test_two_sweepers_of_postgresql_do_not_wait_for_each_other(fresh_postgres: s
     store = SqlStore("postgresql")
     other = source.open()
     other.execute(Begin())
-    other.execute(Query("sweep", (("batch", 4),)))
+    other.execute(Query("sweep", (("batch", 4), ("now", None))))
     assert run(sweep_turn(store, 4), source.open().execute) == 2
     run(abandon(), other.execute)
     assert run(sweep_turn(store, 4), source.open().execute) == 4

@@ -209,7 +209,8 @@ def test_the_migrations_end_in_the_schema_of_postgresql(postgres: Postgres) -> N
         ("taptwice_records_expires_at",),
         ("taptwice_records_pkey",),
     ]
-    assert rows("SELECT proname FROM pg_proc WHERE proname LIKE 'taptwice%'") == [("taptwice_claim",)]
+    functions = rows("SELECT proname FROM pg_proc WHERE proname LIKE 'taptwice%' ORDER BY 1")
+    assert functions == [("taptwice_claim",), ("taptwice_save",)]
     assert rows("SELECT name FROM taptwice_migrations ORDER BY 1") == names("postgresql")
 
 

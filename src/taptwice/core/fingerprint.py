@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import sha256
-from itertools import islice
 from typing import Final, Literal, overload
 
 __all__ = ["VERSION", "VERSIONS", "Fingerprint", "Rules", "of_bytes", "of_request", "of_value"]
@@ -131,7 +130,7 @@ def of_value(value: object, rules: Rules = Rules()) -> Fingerprint:
     Numbers are equal by decimal value, as in a JSON body; a float stands for the decimal that ``repr``
     shows. Raises TypeError for anything else, ValueError for NaN, infinity and nesting deeper than 100.
     """
-    return _fingerprint(rules, b"value", _json_digest(_counted(value, rules)))
+    return _fingerprint(rules, b"value", _json_digest(_counted(_tree_of(value), rules)))
 
 
 def of_bytes(data: bytes, rules: Rules = Rules()) -> Fingerprint:
@@ -200,22 +199,22 @@ def _percent_decoded(text: bytes) -> bytes:
 # JSON
 
 
-class _Literal(str):
-    """A number as JSON spelled it."""
-
-    __slots__ = ()
+_NUMBER: Final = "\0#"
+"""The name that marks a number by its value. No member of a body that is read by meaning may have it."""
 
 
 def _json_tree(body: bytes) -> object:
-    """The meaning of a JSON text, numbers left as literals.
+    """The meaning of a JSON text, with numbers by their value.
 
     A byte order mark is skipped, as RFC 8259 section 8.1 allows. Raises ValueError when the text has no
-    single meaning or too many values, RecursionError when it is nested beyond what the parser can take.
-    (NaN, which this parser reads and JSON has not, is refused when the tree is written down.)
+    single meaning, too many values or too much nesting, RecursionError when the parser cannot take it.
     """
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # before the parser makes objects of them
+    containers = body.count(b"[") + body.count(b"{")
+    if body.count(b",") + containers > MAX_VALUES:  # before the parser makes objects of them
         raise ValueError(f"perhaps more than {MAX_VALUES} values")
     tree: object = _DECODER.decode(body.decode("utf-8-sig"))
+    if containers > MAX_DEPTH:
+        _check_depth(tree)
     return tree
 
 
@@ -223,59 +222,79 @@ def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a member stands twice in one object, and parsers differ on which one counts")
+    if _NUMBER in members:
+        raise ValueError("a member has the name that marks numbers")
     return members
 
 
-_DECODER = json.JSONDecoder(parse_int=_Literal, parse_float=_Literal, object_pairs_hook=_members)
+def _number(literal: str) -> dict[str, str]:
+    """A number by its exact decimal value: sign, significant digits, exponent, and no zero to spare.
+
+    Works on text, so that 1e1000000000 costs its twelve characters and not a gigabyte.
+    """
+    if literal.isdigit():
+        digits, power = literal, 0  # JSON has no leading zeros
+        significant = digits.rstrip("0")
+    else:
+        mantissa, _, exponent = literal.lower().partition("e")
+        whole, _, fraction = mantissa.removeprefix("-").partition(".")
+        digits = (whole + fraction).lstrip("0")
+        significant = digits.rstrip("0")
+        if significant and len(exponent) > _MAX_EXPONENT:
+            raise ValueError(f"an exponent of more than {_MAX_EXPONENT} characters")
+        power = int(exponent or "0") - len(fraction) if significant else 0
+    if not significant:
+        return {_NUMBER: "0"}
+    sign = "-" if literal.startswith("-") else ""
+    return {_NUMBER: f"{sign}{significant}e{power + len(digits) - len(significant)}"}
+
+
+def _no_number(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Parser and encoder are the standard library's in C; all that is done in Python is to read the numbers.
+_DECODER = json.JSONDecoder(
+    parse_int=_number, parse_float=_number, parse_constant=_no_number, object_pairs_hook=_members
+)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), check_circular=False)
 
 
 def _json_digest(tree: object) -> bytes:
-    hasher = sha256()
-    pieces = _json_pieces(tree)
-    while chunk := b"".join(islice(pieces, 4096)):
-        hasher.update(chunk)
-    return hasher.digest()
+    return sha256(_ENCODER.encode(tree).encode("ascii")).digest()
 
 
-def _json_pieces(tree: object) -> Iterator[bytes]:
-    """The canonical form of a tree, which nothing else shares: tag, size, content.
+def _check_depth(tree: object) -> None:
+    """Raises ValueError beyond `MAX_DEPTH` objects and arrays in each other.
 
-    Works through a stack of its own: a nesting that fits is read the same however deep the caller stands.
+    Level by level, without recursion: what fits is the same however deep the caller stands.
     """
-    stack: list[Iterator[object]] = [iter((tree,))]
-    while stack:
-        for value in stack[-1]:
-            if isinstance(value, _Literal):
-                yield _number(value)
-            elif isinstance(value, str):
-                text = _utf8(value)
-                yield b'"' + _size(len(text)) + text
-            elif value is None:
-                yield b"n"
-            elif isinstance(value, bool):  # before int, of which it is a kind: 1 is not true
-                yield b"t" if value else b"f"
-            elif isinstance(value, (int, float, Decimal)):
-                yield _number(_literal(value))
-            elif isinstance(value, (dict, list, tuple)):
-                if len(stack) > MAX_DEPTH:
-                    raise ValueError(f"nested deeper than {MAX_DEPTH}")
-                yield (b"{" if isinstance(value, dict) else b"[") + _size(len(value))
-                stack.append(_in_order(value) if isinstance(value, dict) else iter(value))
-                break
-            else:
-                raise TypeError(f"{type(value).__name__} is not JSON")
-        else:
-            del stack[-1]
+    level: list[object] = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [value for value in level if isinstance(value, list | dict) and _NUMBER not in value]
+        if not containers:
+            return
+        level = [
+            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
-def _in_order(members: dict[object, object]) -> Iterator[object]:
-    """Names and values, one after the other, by name."""
-    names = [name for name in members if isinstance(name, str)]
-    if len(names) != len(members):
+def _tree_of(value: object, depth: int = 0) -> object:
+    """What `_json_tree` makes of the JSON text of a value."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float, Decimal)):
+        return _number(_literal(value))
+    if not isinstance(value, (dict, list, tuple)):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if not isinstance(value, dict):
+        return [_tree_of(inner, depth + 1) for inner in value]
+    if not all(isinstance(name, str) for name in value):
         raise TypeError("the names of members must be strings, as they are in JSON")
-    for name in sorted(names):
-        yield name
-        yield members[name]
+    return _members([(name, _tree_of(inner, depth + 1)) for name, inner in value.items()])
 
 
 def _literal(number: int | float | Decimal) -> str:
@@ -284,24 +303,6 @@ def _literal(number: int | float | Decimal) -> str:
     if not exact.is_finite():
         raise ValueError("NaN and infinity are not JSON")
     return str(exact)
-
-
-def _number(literal: str) -> bytes:
-    """A number by its exact decimal value: sign, significant digits, exponent, and no zero to spare.
-
-    Works on text, so that 1e1000000000 costs its twelve characters and not a gigabyte.
-    """
-    mantissa, _, exponent = literal.lower().partition("e")
-    whole, _, fraction = mantissa.removeprefix("-").partition(".")
-    digits = (whole + fraction).lstrip("0")
-    significant = digits.rstrip("0")
-    if not significant:
-        return b"#" + _size(1) + b"0"
-    if len(exponent) > _MAX_EXPONENT:
-        raise ValueError(f"an exponent of more than {_MAX_EXPONENT} characters")
-    power = int(exponent or "0") - len(fraction) + len(digits) - len(significant)
-    text = f"{'-' if literal.startswith('-') else ''}{significant}e{power}".encode("ascii")
-    return b"#" + _size(len(text)) + text
 
 
 # JSON pointers (RFC 6901)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from typing import Final, cast
 
 import http_sf
@@ -28,6 +29,7 @@ __all__ = [
     "KeySyntax",
     "check_key",
     "format_key",
+    "has_key",
     "is_random_uuid",
     "key_age",
     "parse_key",
@@ -87,7 +89,7 @@ def parse_key(lines: Sequence[tuple[bytes, bytes]], syntax: KeySyntax = KeySynta
     ``lines`` are the request's raw header lines, names in any case, as ASGI hands them over.
     Raises KeyInvalid when a line is there and does not name exactly one acceptable key.
     """
-    accepted = {name.lower().encode("latin-1"): name for name in syntax.names}
+    accepted = _accepted(syntax.names)
     found: dict[str, bytes] = {}
     for raw_name, value in lines:
         name = accepted.get(raw_name.lower())
@@ -100,6 +102,18 @@ def parse_key(lines: Sequence[tuple[bytes, bytes]], syntax: KeySyntax = KeySynta
     if len(keys) > 1:
         raise KeyInvalid(f"The headers {' and '.join(found)} carry different keys; send one of them.")
     return keys.pop() if keys else None
+
+
+def has_key(lines: Sequence[tuple[bytes, bytes]], syntax: KeySyntax) -> bool:
+    """Whether any line has a name that `parse_key` reads, well-formed or not."""
+    accepted = _accepted(syntax.names)
+    return any(name.lower() in accepted for name, _ in lines)
+
+
+@cache
+def _accepted(names: tuple[str, ...]) -> dict[bytes, str]:
+    """The accepted names, by what they are in lower case on the wire."""
+    return {name.lower().encode("latin-1"): name for name in names}
 
 
 def check_key(key: object, syntax: KeySyntax = KeySyntax()) -> str:

@@ -149,14 +149,25 @@ def run(plan: Plan[Result], execute: Callable[[Command[Any]], Any]) -> Result:
         return result
 
 
-async def arun(plan: Plan[Result], execute: Callable[[Command[Any]], Awaitable[Any]]) -> Result:
-    """Drive a plan to its end, awaiting."""
+async def arun(
+    plan: Plan[Result],
+    execute: Callable[[Command[Any]], Awaitable[Any]],
+    thrown: BaseException | None = None,
+    cancelled: Callable[[BaseException], Awaitable[Result]] | None = None,
+) -> Result:
+    """Drive a plan to its end, awaiting.
+
+    `cancelled` takes the plan over when what drives it here is cancelled at a command, and goes on with
+    `thrown`: the error that this command ended with.
+    """
     try:
-        command = next(plan)
+        command = next(plan) if thrown is None else plan.throw(thrown)
         while True:
             try:
                 reply = await execute(command)
             except BaseException as error:
+                if cancelled is not None and not isinstance(error, Exception):
+                    return await cancelled(error)
                 command = plan.throw(error)
             else:
                 command = plan.send(reply)

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from taptwice.core.fingerprint import Rules
@@ -106,12 +107,12 @@ class Policy:
     @property
     def window_s(self) -> float:
         """The window in seconds."""
-        return seconds(self.window)
+        return float(self.window)  # a number since __post_init__
 
     @property
     def wait_s(self) -> float:
         """The longest wait in seconds."""
-        return seconds(self.wait)
+        return float(self.wait)
 
     def keeps(self, status: int) -> bool:
         """Whether an answer with this status is saved. What is not saved is undone.
@@ -127,8 +128,13 @@ class Policy:
 
     def kept_headers(self, headers: Headers) -> Headers:
         """Those header lines, in their order, that a replay gives again."""
-        allowed = {name.lower() for name in self.replay_allow}
-        return tuple((name.lower(), value) for name, value in headers if name.lower() in allowed)
+        allowed = _lowered(self.replay_allow)
+        return tuple([(low, value) for name, value in headers if (low := name.lower()) in allowed])
+
+
+@cache
+def _lowered(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(str.lower, names))
 
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {

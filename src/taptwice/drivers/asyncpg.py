@@ -22,7 +22,7 @@ from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Awaiting,
 from taptwice.errors import CommitUnknown, Misuse, StoreUnavailable, TaptwiceError, Torn
 
 STATEMENTS = sql.compile_all("postgresql", lambda name, position: f"${position}")
-BY_NAME = sql.statements("postgresql")
+_INSERT = sql.statements("postgresql")["insert"].compiled(lambda name, position: f"%({name})s")
 
 LARGEST_LITERAL = 65_536
 """Bytes of a body up to which writing it out in hexadecimal is cheaper than a round trip."""
@@ -57,34 +57,48 @@ def taking() -> Iterator[None]:
         raise StoreUnavailable(f"no connection to PostgreSQL: {error or type(error).__name__}") from error
 
 
-@contextmanager
-def asking(connection: Any) -> Iterator[None]:
-    """Around statements of ours."""
-    try:
-        yield
-    except FAILURES as error:
-        if (known := translated(error, is_lost(connection))) is not None:
+class asking:
+    """Around statements of ours. A class, and no generator, because it stands around every one."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if (
+            isinstance(error, FAILURES)
+            and (known := translated(error, is_lost(self._connection))) is not None
+        ):
             raise known from error
-        raise
 
 
-@contextmanager
-def committing(connection: Any) -> Iterator[None]:
+class committing:
     """Around COMMIT and what travels in front of it."""
-    try:
-        yield
-    except FAILURES as error:
-        if is_lost(connection) or not isinstance(error, asyncpg.PostgresError):
-            raise CommitUnknown from error
-        # A transaction that is still there was not refused at COMMIT: a statement of ours in front failed.
-        refused = not connection.is_in_transaction()
-        known = sqlstate.at_commit(error.sqlstate, str(error)) if refused else translated(error, False)
-        if known is not None:
-            raise known from error
-        raise
-    except asyncio.CancelledError:
-        connection.terminate()  # whether it committed is for the next attempt to find out
-        raise
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        connection = self._connection
+        if isinstance(error, asyncio.CancelledError):
+            connection.terminate()  # whether it committed is for the next attempt to find out
+        elif isinstance(error, FAILURES):
+            if is_lost(connection) or not isinstance(error, asyncpg.PostgresError):
+                raise CommitUnknown from error
+            # A transaction that is still there was not refused at COMMIT: what travelled in front failed.
+            refused = not connection.is_in_transaction()
+            known = sqlstate.at_commit(error.sqlstate, str(error)) if refused else translated(error, False)
+            if known is not None:
+                raise known from error
 
 
 class AsyncpgExecutor(Awaiting):
@@ -167,23 +181,29 @@ class AsyncpgExecutor(Awaiting):
             await transaction.commit()
 
     async def _save_and_commit(self, insert: plan.Query) -> None:
-        """INSERT and COMMIT in one trip. After `Torn`, `commit` commits whatever transaction is open."""
+        """INSERT and COMMIT in one trip. `Torn`: nothing was saved, and whatever was open is committed."""
         connection = self.handle
         if is_lost(connection):
             raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT was sent")
         if not connection.is_in_transaction():
             raise Torn
-        with committing(connection):
-            try:
-                await connection.execute(f"{_check(insert)}{_saving(insert)}COMMIT")
-            except asyncpg.InvalidTextRepresentationError as error:
-                if TORN_MARK not in str(error):
-                    raise
-                await connection.execute(f"ROLLBACK TO SAVEPOINT {CHECKPOINT}")
-                raise Torn from error
+        notices: list[str] = []
+
+        def note(_: Any, message: Any) -> None:
+            notices.append(message.message)
+
+        connection.add_log_listener(note)
+        try:
+            with committing(connection):
+                await connection.execute(f"{_saving(insert)}; COMMIT")
+        finally:
+            if not is_lost(connection):
+                connection.remove_log_listener(note)
         # Its own commit() would be a further trip: all that this does besides is to forget the transaction.
         transaction, self._transaction = self._transaction, None
         transaction._connection._top_xact = None
+        if TORN_NOTICE in notices:
+            raise Torn
 
     async def rollback(self, command: plan.Rollback) -> None:
         transaction, self._transaction = self._transaction, None
@@ -209,9 +229,8 @@ class AsyncpgExecutor(Awaiting):
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)
 
 
-CHECKPOINT = "taptwice_check"
-TORN_MARK = "taptwice: torn"
-"""Part of the text that fails to become a number when the claim's transaction is over."""
+TORN_NOTICE = "taptwice: torn"
+"""What `taptwice_save` says of a transaction that is not the claim's: the simple protocol shows no rows."""
 
 
 def _fits(insert: plan.Query) -> bool:
@@ -219,25 +238,9 @@ def _fits(insert: plan.Query) -> bool:
     return not isinstance(body, bytes) or len(body) <= LARGEST_LITERAL
 
 
-def _check(insert: plan.Query) -> str:
-    """Fails when this is another transaction than the one that claimed, which the savepoint keeps whole.
-
-    The simple protocol shows asyncpg no rows of any but the last statement, so that an INSERT of none
-    would go unnoticed.
-    """
-    begun = dict(insert.parameters)["begun"]
-    same = f"CAST(extract(epoch FROM transaction_timestamp()) AS float8) = CAST({literal(begun)} AS float8)"
-    complaint = f"CAST(concat('{TORN_MARK}', pg_backend_pid()) AS integer)"
-    return (
-        f"SAVEPOINT {CHECKPOINT}; "
-        f"SELECT CASE WHEN {same} THEN 0 ELSE {complaint} END; "
-        f"RELEASE SAVEPOINT {CHECKPOINT}; "
-    )
-
-
 def _saving(insert: plan.Query) -> str:
     given = dict(insert.parameters)
-    return BY_NAME[insert.statement].compiled(lambda name, position: literal(given.get(name))) + "; "
+    return _INSERT % {name: literal(given[name]) for name in STATEMENTS["insert"].parameters}
 
 
 def literal(value: Value) -> str:

@@ -40,12 +40,15 @@ METHODS: dict[type, str] = {
 class Blocking:
     """Executor that blocks. A subclass has a method for each command of `METHODS`."""
 
+    holds_back = False
+    """Whether work may not have been sent yet, as an ORM's: `Flush` sends it."""
+
     def execute(self, command: Command[Reply], /) -> Reply:
         reply: Reply = getattr(self, METHODS[type(command)])(command)
         return reply
 
     def together(self, command: Together) -> tuple[Any, ...]:
-        return tuple(self.execute(each) for each in command.commands)
+        return tuple([getattr(self, METHODS[type(each)])(each) for each in command.commands])
 
     def flush(self, command: plan.Flush) -> None:
         """Only an ORM holds anything back."""
@@ -65,12 +68,15 @@ class Awaiting:
     end even if it is cancelled itself.
     """
 
+    holds_back = False
+    """As `Blocking.holds_back`."""
+
     async def execute(self, command: Command[Reply], /) -> Reply:
         reply: Reply = await getattr(self, METHODS[type(command)])(command)
         return reply
 
     async def together(self, command: Together) -> tuple[Any, ...]:
-        return tuple([await self.execute(each) for each in command.commands])
+        return tuple([await getattr(self, METHODS[type(each)])(each) for each in command.commands])
 
     async def flush(self, command: plan.Flush) -> None:
         """Only an ORM holds anything back."""

@@ -104,6 +104,8 @@ class SqlalchemyExecutor(Blocking):
     handle is a session that `wrap` made, and brings a savepoint of its own.
     """
 
+    holds_back = True
+
     def __init__(
         self,
         dialect: sql.Dialect,
@@ -182,7 +184,7 @@ class SqlalchemyExecutor(Blocking):
     def query(self, command: plan.Query) -> Rows:
         clause, statement = CLAUSES[self.dialect][command.statement]
         given = dict(command.parameters)
-        values = {name: given.get(name) for name in statement.parameters}
+        values = {name: given[name] for name in statement.parameters}
         with self._asking():
             result = self.connection.execute(clause, values)
             rows = tuple(map(tuple, result)) if result.returns_rows else ()

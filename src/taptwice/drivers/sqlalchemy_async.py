@@ -33,6 +33,8 @@ Reply = TypeVar("Reply")
 class AsyncSqlalchemyExecutor(Awaiting):
     """Carries commands out by a blocking executor."""
 
+    holds_back = True
+
     def __init__(self, blocking: SqlalchemyExecutor) -> None:
         self.dialect = blocking.dialect
         self.blocking = blocking

@@ -145,7 +145,11 @@ class SqliteExecutor(Blocking):
     def _waiting(self, wait: float, statement: str) -> None:
         """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
         [(before,)] = self._run("PRAGMA busy_timeout")
-        self._run(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        wanted = int(wait * 1000)
+        if before == wanted:
+            self._run(statement)
+            return
+        self._run(f"PRAGMA busy_timeout = {wanted}")
         try:
             self._run(statement)
         finally:

@@ -12,12 +12,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from taptwice.core.model import key_hash
+
 
 @dataclass(slots=True)
 class Current:
     """The keyed request or claim of this context."""
 
-    key_hash: str | None = None
+    key: str | None = field(default=None, repr=False)
     executor: Any = field(default=None, repr=False)
     """The executor of the open transaction; None before it is open and after it ended."""
     returned: bool = False
@@ -28,6 +30,11 @@ class Current:
     """Sessions that were used before the claim; their transactions are ended when it begins."""
     strays: list[str] = field(default_factory=list)
     """Work that was seen going to another session."""
+
+    @property
+    def key_hash(self) -> str | None:
+        """The key as it may stand in logs. Made when a line is written: most requests write none."""
+        return None if self.key is None else key_hash(self.key)
 
 
 before_claims: list[Callable[[Any], None]] = []

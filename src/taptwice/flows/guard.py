@@ -38,7 +38,7 @@ from taptwice.core.policy import seconds
 from taptwice.drivers import Source
 from taptwice.errors import InFlight as InFlightError
 from taptwice.errors import KeyReused, Misuse, StoreUnavailable, TaptwiceError, Torn, Unfinished
-from taptwice.events import Event, Listener, Outcome, emit, logger
+from taptwice.events import Event, Listener, Outcome, emit, is_heard, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current, current
 from taptwice.flows.transaction import Asked, Claimed, Replayed
@@ -187,7 +187,7 @@ class _Block(Claim):
             if self._joined:
                 self._place = id(self.connection)
                 _open.setdefault(self._place, []).append(self)
-        self._token = current.set(Current(key_hash(self._asked.keyed.key)))
+        self._token = current.set(Current(self._asked.keyed.key))
 
     def _check_alone(self) -> None:
         around = _open.get(id(self.connection), ())
@@ -267,6 +267,8 @@ class _Block(Claim):
         self._note(Outcome.REPLAYED, status=answer.status)
 
     def _note(self, outcome: Outcome, **more: Any) -> None:
+        if not is_heard(outcome, self._guard.listeners):
+            return
         keyed = self._asked.keyed
         shown = self._guard.shown
         event = Event(outcome, shown(keyed.account), shown(keyed.key), pending=self._joined, **more)

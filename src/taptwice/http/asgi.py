@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from taptwice.core.model import Answer
 from taptwice.core.plan import Begin, Command, Flush, Now, Plan, Sleep, Together, arun, run
 from taptwice.core.policy import Policy, changed
 from taptwice.drivers import system
-from taptwice.errors import Misuse, RequestIncomplete, TaptwiceError
+from taptwice.errors import Misuse, RequestIncomplete, StoreUnavailable, TaptwiceError
 from taptwice.flows.current import current
 from taptwice.flows.retention import sweeping
 from taptwice.http.edge import Conclude, Holding, Message, Pass, Reading, messages_of
@@ -89,12 +88,23 @@ class Driven:
         return await self.call(self._threads.execute, self.executor, command)
 
     async def finish(self, plan: Plan[Result]) -> Result:
-        """Drive a plan that takes no connection."""
-        if not self._blocking:
-            if self._last is None:  # nothing to come after, so no task
-                return await arun(plan, self.execute)
-            return await self.call(arun, plan, self.execute)
-        return await self.call(self._threads.finish, self.executor, plan)
+        """Drive a plan that takes no connection; whoever cancels this does not interrupt it."""
+        if self._blocking:
+            return await to_its_end(self.call(self._threads.finish, self.executor, plan))
+        return await to_its_end(arun(plan, self.executor.execute))
+
+    async def drive(self, plan: Plan[Result]) -> Result:
+        """Drive a plan. Cancelled, it gives back what it took before this returns.
+
+        A command that is cancelled ends there and then. What the plan does about it runs in a task of its
+        own: some cancel again and again, and would interrupt that too.
+        """
+        execute = self.execute if self._blocking else self.executor.execute
+
+        async def cancelled(error: BaseException) -> Result:
+            return await to_its_end(arun(plan, execute, thrown=error))
+
+        return await arun(plan, execute, cancelled=cancelled)
 
     async def call(self, work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
         """Await what works on the connection, in its turn."""
@@ -111,17 +121,16 @@ async def _after(
     return await work(*arguments)
 
 
-async def _to_its_end(working: asyncio.Future[Result], cancel: bool = False) -> Result:
-    """Await it, and when cancelled, however often, go on only when it has ended.
+async def to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await it in a task of its own, and when cancelled, however often, go on only when it has ended.
 
     Behind a request that is cancelled its dependencies close the session, on which this may be working: the
-    work would be rolled back and its answer committed. `cancel` passes the first cancellation on.
+    work would be rolled back and its answer committed.
     """
+    working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        if cancel:
-            working.cancel()
         while not working.done():
             try:
                 await asyncio.wait([working])
@@ -139,8 +148,6 @@ class Conducted:
         self.pass_on = pass_on
         self._threads = threads
         self._driven: Driven | None = None
-        self._claiming: asyncio.Future[Any] | None = None
-        self._ended: asyncio.Future[Any] | None = None
 
     @property
     def handle(self) -> Any:
@@ -149,7 +156,7 @@ class Conducted:
 
     @property
     def driven(self) -> Driven:
-        """The executor, which is there from the claim on."""
+        """The exchange's executor."""
         if self._driven is None:
             blocking = self.exchange.settings.source.blocking
             self._driven = Driven(self.exchange.executor, blocking, self._threads)
@@ -157,45 +164,33 @@ class Conducted:
 
     async def claim(self, account: str | None) -> Answer | None:
         """As `Exchange.claim`; waits without holding a thread or a connection."""
-        claiming = asyncio.ensure_future(arun(self.exchange.claim(account), self._execute))
-        self._claiming = claiming
-        return await _to_its_end(claiming, cancel=True)
-
-    async def _execute(self, command: Command[Any]) -> Any:
-        return await self.driven.execute(command)
+        try:
+            driven = self.driven
+        except StoreUnavailable as error:  # an origin that is a function may have to connect to be known
+            return self.exchange.refusal(error)
+        return await driven.drive(self.exchange.claim(account))
 
     async def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Await a handler that works in a thread."""
-        return await _to_its_end(asyncio.ensure_future(self.driven.call(work)))
+        return await to_its_end(self.driven.call(work))
 
     async def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
-        if self.exchange.open:
-            await self._execute(Flush())
+        if self.exchange.open and self.exchange.executor.holds_back:
+            await self.driven.execute(Flush())
 
     async def conclude(self, answer: Answer) -> Answer | None:
         """As `Exchange.conclude`. A cancelled request is concluded all the same."""
-        self._ended = asyncio.ensure_future(self._end(self.exchange.conclude(answer)))
-        instead: Answer | None = await _to_its_end(self._ended)
-        return instead
-
-    async def abandon(self) -> None:
-        """As `Exchange.abandon`. A cancelled request gives its connection back all the same."""
-        if self.exchange.executor is None:
-            return
-        if self._ended is None:
-            self._ended = asyncio.ensure_future(self._end(self.exchange.abandon()))
-        await asyncio.wait([self._ended])  # perhaps it is being concluded already
-
-    async def _end(self, plan: Plan[Result]) -> Result:
-        # A task of its own: whoever cancels the request, however often, does not interrupt this.
         try:
-            if self._claiming is not None:
-                await asyncio.wait([self._claiming])
-            return await self.driven.finish(plan)
+            return await self.driven.finish(self.exchange.conclude(answer))
         finally:
             self.pass_on()  # a slow reader or a background task keeps no duplicate waiting
             self.exchange.emit()
+
+    async def abandon(self) -> None:
+        """As `Exchange.abandon`. A cancelled request gives its connection back all the same."""
+        if self.exchange.begun:
+            await self.driven.finish(self.exchange.abandon())
 
 
 class AsgiSettings(Settings):
@@ -230,23 +225,26 @@ class AsgiSettings(Settings):
         if SCOPE_KEY in scope:
             raise Misuse(f"{route} is keyed twice: one edge and one keyed handler serve one request")
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        headers = tuple(scope["headers"])
-        request = Request(scope["method"], raw_path.partition(b"?")[0], route, scope["query_string"], headers)
+        path, _, _ = raw_path.partition(b"?")
+        request = Request(scope["method"], path, route, scope["query_string"], scope["headers"])
         if not (read or request.may_be_keyed(policy)):
             await self._through(app, Exchange(self, policy, request), scope, receive, send)
             return
-        async with AsyncExitStack() as turn:
-            try:
-                # The body first: a connection that dies while it sends must keep no retry waiting.
-                body = await read_body(receive, headers, policy.request_max_body)
-                key = gate_key(request.method, request.path, headers, policy.key.names)
-                pass_on = await turn.enter_async_context(self.gate.turn(key, policy.wait_s))
-            except TaptwiceError as error:
-                for message in messages_of(self.refused(policy, request, error)):
-                    await send(message)
-                return
-            exchange = Exchange(self, policy, dataclasses.replace(request, body=body))
-            await self._through(app, exchange, scope, replaying(body, receive), send, pass_on)
+        key = gate_key(request.method, path, request.headers, policy.key.names)
+        turn = self.gate.turn(key, policy.wait_s)
+        try:
+            # The body first: a connection that dies while it sends must keep no retry waiting.
+            request.body = await read_body(receive, request.headers, policy.request_max_body)
+            pass_on = await turn.__aenter__()
+        except TaptwiceError as error:
+            for message in messages_of(self.refused(policy, request, error)):
+                await send(message)
+            return
+        try:
+            exchange = Exchange(self, policy, request)
+            await self._through(app, exchange, scope, replaying(request.body, receive), send, pass_on)
+        finally:
+            pass_on()
 
     async def _through(
         self,

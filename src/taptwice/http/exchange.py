@@ -17,7 +17,15 @@ from typing import Any
 
 from taptwice import drivers
 from taptwice.core import fingerprint
-from taptwice.core.header import OMITTED, check_key, is_random_uuid, key_age, parse_key, retry_after
+from taptwice.core.header import (
+    OMITTED,
+    check_key,
+    has_key,
+    is_random_uuid,
+    key_age,
+    parse_key,
+    retry_after,
+)
 from taptwice.core.model import Answer, Keyed, is_account, key_hash
 from taptwice.core.plan import Begin, Commit, Plan, Release, Savepoint, ask
 from taptwice.core.policy import Policy
@@ -36,7 +44,7 @@ from taptwice.errors import (
     TaptwiceError,
     Torn,
 )
-from taptwice.events import Event, Listener, Outcome, emit, logger
+from taptwice.events import Event, Listener, Outcome, emit, is_heard, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current
 from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
@@ -58,9 +66,12 @@ class NotSaved(Exception):
         self.answer = answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """What the edge knows of a request. `path` and `query` as they stood on the wire, `body` whole."""
+    """What the edge knows of a request. `path` and `query` as they stood on the wire.
+
+    `body` is whole once it has been read.
+    """
 
     method: str
     path: bytes
@@ -75,7 +86,7 @@ class Request:
 
     def may_be_keyed(self, policy: Policy) -> bool:
         """False: it passes without being read or queued."""
-        return policy.key_pointer is not None or any(map(self.has, policy.key.names))
+        return policy.key_pointer is not None or has_key(self.headers, policy.key)
 
 
 class Settings:
@@ -158,7 +169,7 @@ class Exchange:
         self.not_saved = False
         """The handler asked for an answer that is not saved."""
         self.current = Current()
-        self.executor: Any = None
+        self._executor: Any = None
         self._store: SqlStore | None = None
         self._asked: Asked | None = None
         self._claimed: Claimed | None = None
@@ -172,8 +183,19 @@ class Exchange:
             self._key = self._read_key()
         except KeyInvalid as error:
             self._key_error = error
-        if self._key is not None:
-            self.current.key_hash = key_hash(self._key)
+        self.current.key = self._key
+
+    @property
+    def executor(self) -> Any:
+        """What the claim, the work and the answer are carried out by."""
+        if self._executor is None:
+            self._executor = self.settings.source.open()
+        return self._executor
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it may have to be undone."""
+        return self._executor is not None
 
     @property
     def open(self) -> bool:
@@ -201,8 +223,7 @@ class Exchange:
             raise Misuse("this request was claimed already: one keyed handler serves one request")
         try:
             asked = self._ask(account)
-            self.executor = self.settings.source.open()
-            if self.current.earlier and hasattr(self.executor, "settle_first"):
+            if self.current.earlier and self.executor.holds_back:
                 self.executor.settle_first(self.current.earlier)
             if asked is None:
                 yield from self._open_unprotected()
@@ -365,7 +386,7 @@ class Exchange:
             self._note(Outcome.RELEASED)
         self.state = State.OVER
         self.current.executor = None
-        if self.executor is not None:
+        if self.begun:
             yield from transaction.abandon()
 
     # --- answers -------------------------------------------------------------------------------
@@ -407,6 +428,8 @@ class Exchange:
     # --- events --------------------------------------------------------------------------------
 
     def _note(self, outcome: Outcome, **more: Any) -> None:
+        if not is_heard(outcome, self.settings.listeners):
+            return
         if self._shown is None:
             shown = self.settings.shown
             account = None if self._account is None else shown(self._account)
@@ -419,8 +442,9 @@ class Exchange:
         for stray in self.current.strays:
             self._note(Outcome.STRAY, detail=stray)
         self.current.strays.clear()
-        events, self._events = self._events, []
-        emit(events, self.settings.listeners)
+        if self._events:
+            events, self._events = self._events, []
+            emit(events, self.settings.listeners)
 
 
 _OUTCOMES: tuple[tuple[type[TaptwiceError], Outcome], ...] = (

@@ -32,7 +32,7 @@ from taptwice.errors import Misuse
 from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, conducted_in
 from taptwice.http.exchange import NotSaved
 from taptwice.http.openapi import describe
-from taptwice.http.starlette import claim_and_call, connections, sessions
+from taptwice.http.starlette import claim_and_call, connections, handed_over, sessions
 
 __all__ = ["Idempotency", "IdempotentRoute", "NotSaved"]
 
@@ -40,7 +40,7 @@ TWICE = "this route is marked as keyed twice: one route, one marker"
 
 ACCOUNT = "taptwice_account"
 CONNECTION = "taptwice_connection"
-WRAPPED = "__taptwice_wrapped__"
+KEYED = "__taptwice_keyed__"
 
 
 class Keyed:
@@ -76,7 +76,7 @@ class Idempotency(AsgiSettings):
         self.account = account
         self.session = sessions(self)
         """Dependency: a session; inside a keyed handler it works in the claim's transaction."""
-        self.connection = _ended_before_the_answer(connections(self))
+        self.connection = _connection(connections(self))
         """Dependency: a connection of the driver; inside a keyed handler the claim's own."""
 
     def keyed(self, **changes: Any) -> Any:
@@ -84,19 +84,29 @@ class Idempotency(AsgiSettings):
         return Depends(Keyed(self, changed(self.policy, **changes)))
 
 
-def _ended_before_the_answer(make: Callable[[Request], AsyncIterator[Any]]) -> Callable[[Request], Any]:
-    """The dependency, of which a plain route's transaction is committed before its answer is sent.
+def _connection(make: Callable[[], AsyncIterator[Any]]) -> Callable[[Request], Any]:
+    """The dependency: the claim's connection, or one that is committed before the answer is sent.
 
-    FastAPI ends one with ``yield`` after that, unless it is asked for with ``scope="function"``: a client
-    would be told of what a failing commit then takes back. A stream must not work on it any more.
+    FastAPI ends a dependency with ``yield`` after that, unless it is asked for with ``scope="function"``: a
+    client would be told of what a failing commit then takes back. A stream must not work on it any more.
     """
-    if "scope" not in inspect.signature(Depends).parameters:  # an older FastAPI, which knows no other end
-        return make
     manager = asynccontextmanager(make)
+    if "scope" not in inspect.signature(Depends).parameters:  # an older FastAPI, which knows no other end
+
+        async def until_later(request: Request) -> AsyncIterator[Any]:
+            if (handed := handed_over(request.scope)) is not None:
+                yield handed
+                return
+            async with manager() as own:
+                yield own
+
+        return until_later
 
     async def connection(request: Request) -> Any:
+        if (handed := handed_over(request.scope)) is not None:
+            return handed
         stack: AsyncExitStack = request.scope["fastapi_function_astack"]
-        return await stack.enter_async_context(manager(request))
+        return await stack.enter_async_context(manager())
 
     return connection
 
@@ -112,17 +122,23 @@ class IdempotentRoute(APIRoute):
     """A route that is keyed when it carries the marker ``once.keyed()``, and a plain one otherwise."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        self.keyed = _marker(options.get("dependencies") or ())
+        dependencies = options.get("dependencies") or ()
+        marker = _marker(dependencies)
         # Older FastAPI makes a route anew, from the endpoint of another, when a router is included.
-        if self.keyed is not None and not hasattr(endpoint, WRAPPED):
-            policy = self.keyed.policy
+        self.keyed: Keyed | None = getattr(endpoint, KEYED, marker)
+        if marker is not None:
+            if self.keyed is not marker:
+                raise Misuse(TWICE)
+            policy = marker.policy
             methods = {method.upper() for method in options.get("methods") or ("GET",)}
             if not methods & policy.methods and methods & {"POST", "PUT", "PATCH", "DELETE"}:
                 raise Misuse(
                     f"{', '.join(sorted(methods))} {path} is marked as keyed, and keys count on "
                     f"{', '.join(sorted(policy.methods))} only: once.keyed(methods={methods!r}), or no marker"
                 )
-            endpoint = _claiming(endpoint, self.keyed)
+            endpoint = _claiming(endpoint, marker)
+            # All that the marker does as a dependency is to ask for the edge, which is this route.
+            options["dependencies"] = [each for each in dependencies if each.dependency is not marker]
             describe(options, policy)
         super().__init__(path, endpoint, **options)
 
@@ -206,5 +222,5 @@ def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
     ]
     at = len(theirs) - any(each.kind is inspect.Parameter.VAR_KEYWORD for each in theirs)
     setattr(claimed, "__signature__", signature.replace(parameters=[*theirs[:at], *ours, *theirs[at:]]))  # noqa: B010
-    setattr(claimed, WRAPPED, True)
+    setattr(claimed, KEYED, keyed)
     return claimed

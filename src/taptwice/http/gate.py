@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 
 from taptwice.errors import InFlight
@@ -23,13 +24,14 @@ PER_KEY, PER_PROCESS = 128, 1024
 
 def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> Hashable:
     """What makes two requests likely duplicates: method, path, raw key lines, and who sends them."""
-    keys = {name.lower().encode("latin-1") for name in names}
-    digest = sha256()
-    for name, value in headers:
-        lowered = name.lower()
-        if lowered in keys or lowered in (b"authorization", b"cookie"):
-            digest.update(b"%d:%b%d:%b" % (len(lowered), lowered, len(value), value))
-    return method, path, digest.digest()
+    telling = _telling(names)
+    said = [(low, value) for name, value in headers if (low := name.lower()) in telling]
+    return method, path, sha256(repr(said).encode()).digest()
+
+
+@cache
+def _telling(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset((b"authorization", b"cookie", *(name.lower().encode("latin-1") for name in names)))
 
 
 class AsyncGate:
@@ -41,12 +43,12 @@ class AsyncGate:
         self._queues: dict[Hashable, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
 
-    @asynccontextmanager
-    async def turn(self, key: Hashable, wait: float) -> AsyncIterator[Callable[[], None]]:
-        """Hold the key's turn for the length of the block, which gets a function that passes it on earlier.
+    def turn(self, key: Hashable, wait: float) -> AsyncTurn:
+        """The key's turn, to be had in `wait` seconds."""
+        return AsyncTurn(self, key, wait)
 
-        Raises `InFlight` when it cannot be had in `wait` seconds.
-        """
+    async def take(self, key: Hashable, wait: float) -> Hashable:
+        """Get the turn; what to pass it on by. Raises `InFlight` when it cannot be had in `wait` seconds."""
         # Two event loops do not share a queue: a future may only be set by its own.
         key = asyncio.get_running_loop(), key
         queue = self._queues.get(key)
@@ -54,9 +56,7 @@ class AsyncGate:
             self._queues[key] = deque()
         else:
             await self._wait(key, queue, wait)
-        with ExitStack() as held:
-            held.callback(self._pass_on, key)
-            yield held.close
+        return key
 
     async def _wait(self, key: Hashable, queue: deque[asyncio.Future[None]], wait: float) -> None:
         if wait <= 0 or len(queue) >= self._per_key or self._waiting >= self._per_process:
@@ -70,7 +70,7 @@ class AsyncGate:
         except BaseException as error:
             if mine.done() and not mine.cancelled():
                 # The turn came at the same moment: it must not be lost with us.
-                self._pass_on(key)
+                self.pass_on(key)
             elif mine in queue:
                 queue.remove(mine)
             if isinstance(error, TimeoutError):
@@ -79,7 +79,8 @@ class AsyncGate:
         finally:
             self._waiting -= 1
 
-    def _pass_on(self, key: Hashable) -> None:
+    def pass_on(self, key: Hashable) -> None:
+        """The turn of a key goes to whoever waits for it."""
         queue = self._queues[key]
         while queue:
             waiter = queue.popleft()
@@ -87,6 +88,31 @@ class AsyncGate:
                 waiter.set_result(None)
                 return
         del self._queues[key]
+
+
+class AsyncTurn:
+    """Holds a key's turn for the length of an ``async with`` block, or until `pass_on` is called in it."""
+
+    __slots__ = ("_gate", "_key", "_taken", "_wait")
+
+    def __init__(self, gate: AsyncGate, key: Hashable, wait: float) -> None:
+        self._gate = gate
+        self._key = key
+        self._wait = wait
+        self._taken: Hashable | None = None
+
+    async def __aenter__(self) -> Callable[[], None]:
+        self._taken = await self._gate.take(self._key, self._wait)
+        return self.pass_on
+
+    async def __aexit__(self, *error: object) -> None:
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Let the next one come; called again it does nothing."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._gate.pass_on(taken)
 
 
 class ThreadGate:

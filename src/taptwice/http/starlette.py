@@ -10,7 +10,6 @@ Route("/charges", charge, methods=["POST"], middleware=[Middleware(once.Edge)])
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -56,21 +55,23 @@ class HandedOver:
         setattr(self._conducted.handle, name, value)
 
 
-def connections(once: AsgiSettings) -> Callable[[Request], AsyncIterator[Any]]:
-    """The dependency that gives a connection: the claim's in a keyed route, one of its own elsewhere."""
+def handed_over(scope: Scope) -> HandedOver | None:
+    """The claim's connection, in a keyed request."""
+    conducted = scope.get(SCOPE_KEY)
+    return None if conducted is None else HandedOver(conducted)
 
-    async def connection(request: Request) -> AsyncIterator[Any]:
-        conducted = request.scope.get(SCOPE_KEY)
-        if conducted is not None:
-            yield HandedOver(conducted)
-            return
+
+def connections(once: AsgiSettings) -> Callable[[], AsyncIterator[Any]]:
+    """What gives a plain route a connection in a transaction of its own."""
+
+    async def connection() -> AsyncIterator[Any]:
         driven = Driven(once.source.open(), once.source.blocking, once.threads)
         try:
             await driven.execute(Begin(TURN))
             yield driven.executor.handle
             await driven.execute(Commit())
         finally:
-            await asyncio.shield(asyncio.ensure_future(driven.finish(abandon())))
+            await driven.finish(abandon())
 
     return connection
 

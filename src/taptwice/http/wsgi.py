@@ -14,7 +14,6 @@ import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -62,7 +61,7 @@ class Conducted:
 
     def flush(self) -> None:
         """Bring up the errors of what an ORM holds back, where the handler's own would come up."""
-        if self.exchange.open:
+        if self.exchange.open and self.exchange.executor.holds_back:
             self._execute(Flush())
 
     def conclude(self, answer: Answer) -> Answer | None:
@@ -84,7 +83,7 @@ class Conducted:
 
     def abandon(self) -> None:
         """As `Exchange.abandon`."""
-        if self.exchange.executor is not None:
+        if self.exchange.begun:
             self._run(self.exchange.abandon())
 
     def _run(self, plan: Plan[Result]) -> Result:
@@ -148,7 +147,7 @@ class WsgiSettings(Settings):
             if always or request.may_be_keyed(policy):
                 try:
                     # The body first: a connection that dies while it sends must keep no retry waiting.
-                    request = replace(request, body=read())
+                    request.body = read()
                     key = gate_key(request.method, request.path, request.headers, policy.key.names)
                     turn.enter_context(self.gate.turn(key, policy.wait_s))
                 except (RequestError, InFlight) as error:

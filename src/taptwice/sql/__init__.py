@@ -55,14 +55,13 @@ class Compiled:
     parameters: tuple[str, ...]
 
     def named(self, query: Query) -> dict[str, Value]:
-        """The values by name; a parameter that the query does not give is null."""
-        given = dict(query.parameters)
-        return {name: given.get(name) for name in self.parameters}
+        """The values by name, and perhaps others that this dialect's statement has no use for."""
+        return dict(query.parameters)
 
     def ordered(self, query: Query) -> list[Value]:
         """The values in the order of ``$1, $2, …``."""
         given = dict(query.parameters)
-        return [given.get(name) for name in self.parameters]
+        return [given[name] for name in self.parameters]
 
 
 def compile_all(dialect: Dialect, placeholder: Callable[[str, int], str]) -> Mapping[str, Compiled]:

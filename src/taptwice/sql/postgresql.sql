@@ -7,16 +7,12 @@ SELECT locked, begun, read_only, fingerprint_version, fingerprint, status, heade
   FROM taptwice_claim(CAST(:lock AS bigint), CAST(encode(CAST(:id AS bytea), 'hex') AS uuid), CAST(:wait_ms AS integer));
 
 -- name: insert
--- Save a finished answer. No row comes back when this is not the transaction that claimed (:begun). The two
--- moments are compared as text: where extra_float_digits is 0, a driver that reads text got a shortened one.
-INSERT INTO taptwice_records
-       (id, created_at, expires_at, fingerprint_version, status, fingerprint, account, key, headers, body)
-SELECT CAST(encode(CAST(:id AS bytea), 'hex') AS uuid), moment, moment + make_interval(secs => CAST(:window AS float8)),
-       CAST(:version AS smallint), CAST(:status AS smallint), CAST(:fingerprint AS bytea),
-       CAST(:account AS text), CAST(:key AS text), CAST(:headers AS bytea), CAST(:body AS bytea)
-  FROM (SELECT coalesce(to_timestamp(CAST(:now AS float8)), transaction_timestamp()) AS moment) AS claimed
- WHERE CAST(CAST(extract(epoch FROM transaction_timestamp()) AS float8) AS text) = CAST(CAST(:begun AS float8) AS text)
-RETURNING 1;
+-- Save a finished answer (the function stands in migrations/postgresql/001). No row comes back when this is not
+-- the transaction that claimed (:begun).
+SELECT 1 WHERE taptwice_save(
+       CAST(:begun AS float8), CAST(encode(CAST(:id AS bytea), 'hex') AS uuid), CAST(:now AS float8),
+       CAST(:window AS float8), CAST(:version AS smallint), CAST(:status AS smallint), CAST(:fingerprint AS bytea),
+       CAST(:account AS text), CAST(:key AS text), CAST(:headers AS bytea), CAST(:body AS bytea));
 
 -- name: insert_late
 -- Save an answer in a transaction that holds no claim; no row comes back when the key has a record.

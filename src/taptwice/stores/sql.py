@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,14 +61,15 @@ class SqlStore:
     def claim(self, keyed: Keyed, wait: float, before: Commands = (), after: Commands = ()) -> Plan[Found]:
         """Lock the key and look for its record. `wait` is in seconds; 0 does not wait."""
         parameters = (("lock", keyed.lock), ("id", keyed.id), ("wait_ms", int(wait * 1000)))
-        # Where the right to write is the lock it is taken by a statement of its own; elsewhere `claim` locks.
-        lock = (Query("lock"),) if "lock" in sql.statements(self.dialect) else ()
+        # On SQLite, where the right to write is the lock, `Begin` and `Join` take it. This first write, of
+        # nothing, brings up what would only come up behind the work: that the database cannot be written to.
+        lock = (Query("lock"),) if self.dialect == "sqlite" else ()
         replies = yield from ask(Together((*before, *lock, Query("claim", parameters), *after)))
         rows: Rows = replies[len(before) + len(lock)]
         locked, begun, read_only, *record = rows[0]
         if read_only:
             raise StoreUnavailable("the database is read-only: it may be a standby or in maintenance")
-        return Found(bool(locked), begun, _record(tuple(record)))
+        return Found(bool(locked), begun, None if record[0] is None else _record(record))
 
     def insert(self, entry: Entry, before: Commands = (), after: Commands = ()) -> Plan[bool]:
         """Save a finished answer in the transaction that claimed its key."""
@@ -116,10 +118,8 @@ class SqlStore:
         )
 
 
-def _record(row: Row) -> Record | None:
+def _record(row: Sequence[Any]) -> Record:
     version, digest, status, headers, body, created_at = row
-    if version is None:
-        return None
     answer = Answer(
         status,
         unpack_headers(None if headers is None else bytes(headers)),
@@ -130,7 +130,4 @@ def _record(row: Row) -> Record | None:
 
 def _inspected(row: Row) -> Inspected:
     identity, account, key, *record, expires_at = row
-    found = _record(tuple(record))
-    if found is None:
-        raise StoreUnavailable(f"record {identity} has no fingerprint version: the table was changed by hand")
-    return Inspected(identity, account, key, found, float(expires_at))
+    return Inspected(identity, account, key, _record(record), float(expires_at))

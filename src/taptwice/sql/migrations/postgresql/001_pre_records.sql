@@ -49,3 +49,29 @@ BEGIN
     END IF;
 END
 $$;
+
+-- Save a finished answer in the transaction that claimed its key, and in no other: false, and nothing is saved.
+-- A function, so that it is planned once a session whichever way a driver sends it. The two moments are compared
+-- as text: where extra_float_digits is 0, a driver that reads text got a shortened one. Who cannot read the
+-- result, because it is sent in one message with COMMIT, hears of it by the notice.
+CREATE FUNCTION taptwice_save(
+    begun double precision, record uuid, pretended_now double precision, window_s double precision,
+    fingerprint_version smallint, status smallint, fingerprint bytea,
+    account text, key text, headers bytea, body bytea
+) RETURNS boolean LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    moment timestamptz := transaction_timestamp();
+BEGIN
+    IF CAST(CAST(extract(epoch FROM moment) AS double precision) AS text) <> CAST(begun AS text) THEN
+        RAISE INFO 'taptwice: torn';
+        RETURN false;
+    END IF;
+    IF pretended_now IS NOT NULL THEN
+        moment := to_timestamp(pretended_now);
+    END IF;
+    INSERT INTO taptwice_records
+    VALUES (record, moment, moment + make_interval(secs => window_s), fingerprint_version, status, fingerprint,
+            account, key, headers, body);
+    RETURN true;
+END
+$$;
