@@ -12,6 +12,7 @@ carry what `report` gives: `.attempts`, `.stop_reason`, `.outcome`, `.idempotenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -40,10 +41,10 @@ class KeyRejected(_KeyRefused):
 
 
 @cache
-def kin(ours: type[TaptwiceError], theirs: type[Exception]) -> type[TaptwiceError]:
+def kin(ours: type[TaptwiceError], theirs: type[Exception]) -> Callable[..., TaptwiceError]:
     """A class that is caught as `ours` and as `theirs`: a transport raises nothing its library knows not."""
 
-    def __init__(self: Any, detail: str | None = None, **more: Any) -> None:
+    def __init__(self: Any, detail: Any, **more: Any) -> None:
         ours.__init__(self, detail)
         for name, value in more.items():
             setattr(self, name, value)

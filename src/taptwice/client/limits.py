@@ -83,7 +83,7 @@ def watch(transport: Any, core: Any, backend: type[Any]) -> None:
     `core` is httpcore or httpcore2. A transport without a connection pool (a mock, ASGI) is left alone:
     there is no wire to watch, and exceptions decide.
     """
-    pool = getattr(transport, "_pool", None)
+    pool: Any = getattr(transport, "_pool", None)
     inner = getattr(pool, "_network_backend", None)
     if inner is not None and not isinstance(inner, WatchedBackend | AsyncWatchedBackend):
         pool._network_backend = backend(inner, core)

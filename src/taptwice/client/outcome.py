@@ -67,6 +67,7 @@ class Seen:
 
 _TYPED: Final = frozenset({400, 409, 422, 503})
 """Statuses whose meaning may depend on a problem type."""
+_MARK: Final = REPLAYED.lower()
 _NOTHING_DONE: Final = frozenset({"store-unavailable", "contention"})
 _HINTS: Final = {"true": True, "false": False}
 
@@ -78,7 +79,7 @@ def of_answer(
     header: Callable[[str], str | None],
     body: Callable[[], bytes],
 ) -> Seen:
-    """Judge an answer. `header` looks a field up in any case; `body`, decoded, is asked for if it matters."""
+    """Judge an answer. `header` is asked by lower-case names; `body`, decoded, is asked for if it matters."""
     if status < 400:
         return Seen(Outcome.PROCESSED, status, answer)
     problem, in_progress = None, False
@@ -88,7 +89,7 @@ def of_answer(
         outcome = Outcome.IN_PROGRESS
     elif status in policy.refused or (status == 503 and problem in _NOTHING_DONE):
         outcome = Outcome.REFUSED
-    elif status in policy.unknown and header(REPLAYED) != "true":
+    elif status in policy.unknown and header(_MARK) != "true":
         outcome = Outcome.UNKNOWN
     else:  # a saved 500 that is replayed will be the same next time
         outcome = Outcome.PROCESSED
@@ -160,7 +161,8 @@ def of_error(error: Exception, head: bool = False, wrote: bool | None = None) ->
     `head`: a complete head had arrived. `wrote`: what the socket's watcher saw: True, a byte of the request
     was written; False, a connection was begun and nothing written; None, nobody watched, or it saw nothing.
     """
-    names, permanent, unreached = set(), False, False
+    names: set[str] = set()
+    permanent = unreached = False
     for each in _chain(error):
         names.update(kind.__name__ for kind in type(each).__mro__)
         permanent = permanent or isinstance(each, ssl.SSLCertVerificationError)

@@ -16,7 +16,18 @@ from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.policy import RetryPolicy
 from taptwice.core.plan import Command, Now, Plan, ask
 
-__all__ = ["IDEMPOTENT", "Again", "Attempt", "Call", "Draw", "Enter", "StopReason", "Take", "Wait", "retrying"]
+__all__ = [
+    "IDEMPOTENT",
+    "Again",
+    "Attempt",
+    "Call",
+    "Draw",
+    "Enter",
+    "StopReason",
+    "Take",
+    "Wait",
+    "retrying",
+]
 
 IDEMPOTENT: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 """Methods that may be repeated without a key (RFC 9110 section 9.2.2)."""
@@ -182,7 +193,7 @@ def stop(call: Call, seen: Seen, now: float) -> StopReason | None:
     counted = len(call.attempts) - (call.polls if call.end < math.inf else 0)
     if counted >= call.policy.max_attempts:
         return StopReason.ATTEMPTS
-    if seen.retry_after and now + seen.retry_after >= call.end:
+    if seen.retry_after and seen.retry_after > call.end - now:
         return StopReason.RETRY_AFTER_EXCEEDS_DEADLINE
     if seen.retry_after and seen.retry_after > call.policy.retry_after_limit:
         return StopReason.RETRY_AFTER_TOO_LONG

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from taptwice.errors import Misuse
 
@@ -87,3 +87,6 @@ class RetryPolicy:
         if retry_after:
             return retry_after * (1 + u / 10)
         return u * min(self.cap, math.ldexp(self.base, min(failures - 1, 60)))
+
+
+DEFAULT: Final = RetryPolicy()

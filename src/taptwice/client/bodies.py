@@ -1,0 +1,54 @@
+"""Bodies that can be sent again: bytes, a file from where it stands, a function that makes the body anew.
+
+A generator can be read once. To send what is left of it would be a second request with an empty body, and
+servers have answered 200 to those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["Body"]
+
+_PIECE = 65536
+
+
+class Body:
+    """Makes a body as often as it is asked to."""
+
+    __slots__ = ("_make", "headers", "replayable", "static")
+
+    def __init__(self, content: Any, *, awaiting: bool) -> None:
+        """`awaiting`: the library wants async iterators of what is read piece by piece."""
+        self.headers: Mapping[str, str] = {}
+        self.static = False
+        """Always the same object: a request that holds it can be sent again as it is."""
+        self.replayable = True
+        self._make: Callable[[], Any] = lambda: content
+        if callable(content):
+            self._make = content
+        elif hasattr(content, "read") and hasattr(content, "seek"):
+            start = content.tell()
+            self.headers = {"Content-Length": str(content.seek(0, 2) - start)}
+            pieces = _apieces if awaiting else _pieces
+            self._make = lambda: pieces(content, start)
+        elif hasattr(content, "__next__") or hasattr(content, "__anext__") or hasattr(content, "read"):
+            self.replayable = False
+        else:
+            self.static = True
+
+    def make(self) -> Any:
+        """The body for the next attempt."""
+        return self._make()
+
+
+def _pieces(file: Any, start: int) -> Iterator[bytes]:
+    file.seek(start)
+    while piece := file.read(_PIECE):
+        yield piece
+
+
+async def _apieces(file: Any, start: int) -> AsyncIterator[bytes]:
+    for piece in _pieces(file, start):
+        yield piece

@@ -1,0 +1,167 @@
+"""One attempt through httpx2 or httpx: send, head, whole body. Written once, for clients and transports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused, kin
+from taptwice.client.limits import AsyncWatchedBackend, Limit, Until, WatchedBackend, watch
+from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
+from taptwice.client.plan import StopReason
+from taptwice.client.reports import attach
+from taptwice.client.shell import Going
+from taptwice.core.plan import Command, Plan, ask
+from taptwice.errors import CircuitOpen, Misuse
+
+PHASES = ("connect", "read", "write", "pool")
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Command[Any]):
+    """Send the request; the reply is the response, its head complete and its body unread."""
+
+    request: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Command[Any]):
+    """Read the whole body; the reply is a response that holds it."""
+
+    response: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Command[None]):
+    """Close a response whose body is of no use any more."""
+
+    response: Any
+
+
+def library(name: str, extra: str) -> ModuleType:
+    """Import an optional library."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"this needs {name}, which is not installed: pip install 'taptwice[{extra}]'", name=name
+        ) from None
+
+
+def library_of(thing: Any) -> ModuleType:
+    """httpx2 or httpx, whichever a client is of."""
+    for kind in type(thing).__mro__:
+        name = kind.__module__.partition(".")[0]
+        if name in ("httpx2", "httpx"):
+            return import_module(name)
+    raise Misuse(f"{type(thing).__name__} is no client of httpx2 or httpx")
+
+
+def prepare(lib: ModuleType, transport: Any) -> None:
+    """Watch a transport's connections, and see that it does not retry by itself."""
+    pool = getattr(transport, "_pool", None)
+    if getattr(pool, "_retries", 0):
+        raise Misuse("the transport below has retries=…: they would multiply with ours, so set it to 0")
+    core = import_module("httpcore2" if lib.__name__ == "httpx2" else "httpcore")
+    blocking = hasattr(transport, "handle_request")
+    watch(transport, core, WatchedBackend if blocking else AsyncWatchedBackend)
+
+
+def stamp(going: Going, limit: Limit, request: Any) -> None:
+    """Give a request this attempt's time limits, and tell the server of them."""
+    policy = going.call.policy
+    given = request.extensions.get("timeout") or {}
+    given = {phase: value.phase if isinstance(value, Until) else value for phase, value in given.items()}
+    request.extensions = {
+        **request.extensions,
+        "timeout": {phase: limit.until(given.get(phase)) for phase in PHASES},
+    }
+    if policy.timeout_header is not None and limit.end < math.inf:
+        request.headers[policy.timeout_header] = str(max(1, round((limit.end - going.began) * 1000)))
+    if policy.attempt_header is not None and policy.max_attempts > 1 and not going.call.single:
+        request.headers[policy.attempt_header] = str(len(going.call.attempts))
+
+
+def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole: bool | None) -> Plan[Seen]:
+    """Make an attempt. `whole`: read a good answer's body too; None: if it says that it is small."""
+    response = None
+    stamp(going, limit, request)
+    try:
+        response = yield from ask(Send(request))
+        status: int = response.status_code
+        if whole or status >= 400 or (whole is None and _is_small(response)):
+            response = yield from ask(Read(response))
+        else:  # the caller reads on, under the whole call's limit
+            limit.end = going.call.end
+    except (lib.HTTPError, OSError) as error:
+        if response is not None:
+            yield from ask(Drop(response))
+        return of_error(error, response is not None, limit.wrote)
+    if status < 400:
+        return Seen(Outcome.PROCESSED, status, response)
+    return of_answer(
+        going.call.policy, response, status, response.headers.get, lambda: _content(lib, response)
+    )
+
+
+_SMALL = 1_048_576
+
+
+def _is_small(response: Any) -> bool:
+    length = response.headers.get("content-length", "")
+    return response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
+
+
+def _content(lib: ModuleType, response: Any) -> bytes:
+    """The body, decoded. What a transport hands on is not; a copy of it is."""
+    if not hasattr(response, "_content"):
+        response = lib.Response(response.status_code, headers=response.headers, stream=response.stream)
+    try:
+        content: bytes = response.read()
+    except lib.DecodingError:
+        return b""
+    return content
+
+
+_TYPED = {
+    "key-reused": KeyReused,
+    "key-missing": KeyRejected,
+    "key-invalid": KeyRejected,
+    "key-expired": KeyRejected,
+}
+
+
+def conclude(going: Going, lib: ModuleType, seen: Seen, request: Any, *, typed: bool) -> Any:
+    """Give the response back, or raise. `typed`: raise an answer that refuses the key as an error of ours."""
+    report = going.report(seen)
+    error: Exception | None = seen.error
+    if error is None:
+        response = seen.answer
+        response.extensions["taptwice"] = report
+        kind = _TYPED.get(seen.problem or "") if typed else None
+        if kind is None:
+            return response
+        error = kind(_detail(response), response)
+    elif isinstance(error, CircuitOpen):
+        error = kin(CircuitOpen, lib.TransportError)(error.retry_after, _request=request)
+    elif going.cut and report.stop_reason is StopReason.DEADLINE:
+        late = kin(DeadlineExceeded, lib.TimeoutException)(_late(going, seen), _request=request)
+        attach(late, report)
+        raise late from error
+    attach(error, report)
+    raise error
+
+
+def _late(going: Going, seen: Seen) -> str:
+    seconds = going.call.end - going.call.begun
+    count = len(going.call.attempts)
+    times = "attempt" if count == 1 else "attempts"
+    return f"the deadline of {seconds:g} s passed, after {count} {times}; outcome {seen.outcome}"
+
+
+def _detail(response: Any) -> str | None:
+    detail = response.json().get("detail")
+    return detail if isinstance(detail, str) else None

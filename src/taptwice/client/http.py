@@ -1,0 +1,333 @@
+"""`Client` and `AsyncClient`: httpx2, or httpx, with keys, one deadline and retries that are safe.
+
+    client = Client("https://api.example.com", namespace="shop-prod")
+    response = client.post("/v1/payments", json=body, intent="checkout-4711")
+
+What a call did stands in ``report(response)``. Everything httpx2's own client takes goes through.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+
+from taptwice.client.bodies import Body
+from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, library, library_of, prepare
+from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
+from taptwice.client.keys import key_of, new_key
+from taptwice.client.limits import Limit
+from taptwice.client.outcome import Seen
+from taptwice.client.plan import Call
+from taptwice.client.policy import DEFAULT, RetryPolicy
+from taptwice.client.reports import Listener
+from taptwice.client.shell import Going
+from taptwice.client.world import REAL, World
+from taptwice.core.budget import RetryBudget
+from taptwice.core.header import format_key
+from taptwice.core.plan import Command, Plan, arun, run
+from taptwice.errors import Misuse
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack
+
+    from httpx2 import Response
+
+__all__ = ["AsyncClient", "Client"]
+
+Reply = TypeVar("Reply")
+
+
+class Options(TypedDict, total=False):
+    """What every call takes. The first four are ours, the others go to httpx2 as they are."""
+
+    intent: str
+    """The name of what is wanted; the key is made from it and the client's namespace."""
+    idempotency_key: str
+    """The key itself."""
+    deadline: float | None
+    """Seconds for this call, instead of the policy's."""
+    content: Any
+    """Bytes, text, a file (from where it stands), a function that makes the body, an iterable."""
+    data: Any
+    files: Any
+    json: Any
+    params: Any
+    headers: Any
+    cookies: Any
+    timeout: Any
+    """httpx2's own, for single reads and writes; the deadline holds beside it."""
+    extensions: Any
+    auth: Any
+    follow_redirects: bool
+
+
+_OF_SEND = ("auth", "follow_redirects")
+
+
+class _Verbs(Generic[Reply]):
+    """The methods by their names; `request` is the blocking or the awaiting client's."""
+
+    def request(self, method: str, url: str, **options: Unpack[Options]) -> Reply:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        raise NotImplementedError
+
+    def get(self, url: str, **options: Unpack[Options]) -> Reply:
+        """GET."""
+        return self.request("GET", url, **options)
+
+    def head(self, url: str, **options: Unpack[Options]) -> Reply:
+        """HEAD."""
+        return self.request("HEAD", url, **options)
+
+    def options(self, url: str, **options: Unpack[Options]) -> Reply:
+        """OPTIONS."""
+        return self.request("OPTIONS", url, **options)
+
+    def put(self, url: str, **options: Unpack[Options]) -> Reply:
+        """PUT."""
+        return self.request("PUT", url, **options)
+
+    def delete(self, url: str, **options: Unpack[Options]) -> Reply:
+        """DELETE."""
+        return self.request("DELETE", url, **options)
+
+    def post(self, url: str, **options: Unpack[Options]) -> Reply:
+        """POST; it gets a key if it has none."""
+        return self.request("POST", url, **options)
+
+    def patch(self, url: str, **options: Unpack[Options]) -> Reply:
+        """PATCH; it gets a key if it has none."""
+        return self.request("PATCH", url, **options)
+
+
+class _Base(_Verbs[Reply]):
+    """What both clients are; they differ in how they wait."""
+
+    _awaiting: bool
+    _kind: str
+
+    def __init__(
+        self,
+        base_url: str = "",
+        *,
+        policy: RetryPolicy = DEFAULT,
+        namespace: str | None = None,
+        budget: MakeBudget = RetryBudget,
+        breaker: MakeBreaker = None,
+        listeners: Sequence[Listener] = (),
+        world: World = REAL,
+        http: Any = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of httpx2's client; `http` is such a client made already (httpx's will do).
+
+        `namespace` says which application this is, and in which environment, for the keys of intents.
+        `budget` and `breaker` make one for each origin that is called (``breaker=CircuitBreaker``); None is
+        for none.
+        """
+        if http is None:
+            lib = library("httpx2", "client")
+            settings.setdefault("timeout", None)  # the policy's limits are enough, and all hold
+            http = getattr(lib, self._kind)(base_url=base_url, **settings)
+        elif base_url or settings:
+            raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
+        self._http = http
+        self._lib = library_of(http)
+        for transport in (http._transport, *http._mounts.values()):
+            prepare(self._lib, transport)
+        self._policy = policy
+        self._namespace = namespace
+        self._gates = Gates(budget, breaker)
+        self._listeners = listeners
+        self._world = world
+        self._single = False
+        if policy.key_header in http.headers:
+            raise Misuse(
+                f"{policy.key_header} stands in the client's headers: every call would send that key"
+            )
+
+    def with_options(self, *, namespace: str | None = None, **changes: Any) -> Self:
+        """A client with other settings of the policy, on the same connections, budgets and circuits."""
+        other = copy.copy(self)
+        other._policy = self._policy.replace(**changes)
+        other._namespace = namespace or self._namespace
+        return other
+
+    def single_attempt(self) -> Self:
+        """A client on the same connections that never retries: for calls inside a retry loop of your own."""
+        other = copy.copy(self)
+        other._single = True
+        return other
+
+    def _going(self, method: str, url: str, options: Options, *, whole: bool) -> _Going:
+        return _Going(self, method, url, dict(options), whole)
+
+
+class _Going:
+    """One call of a client: its request, made fresh where it must be, and the shell it goes through."""
+
+    def __init__(
+        self, client: _Base[Any], method: str, url: str, options: dict[str, Any], whole: bool
+    ) -> None:
+        policy = client._policy
+        intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
+        if "deadline" in options:
+            policy = policy.replace(deadline=options.pop("deadline"))
+        if intent is not None:
+            if key is not None:
+                raise Misuse("give intent or idempotency_key, not both: the key is made from the intent")
+            key = key_of(client._namespace, intent)
+        begun = client._world.clock()
+        self._lib = client._lib
+        self._http = client._http
+        self._whole = whole
+        self._sending = {name: options.pop(name) for name in _OF_SEND if name in options}
+        self._body = Body(options.pop("content", None), awaiting=client._awaiting)
+        self._options = options
+        self._build = partial(client._http.build_request, method, url)
+        self._key: tuple[str, str] | None = None
+        self.request = self._made()
+        own = self.request.headers.get(policy.key_header)
+        if own is None and key is None and policy.auto_key and self.request.method in ("POST", "PATCH"):
+            key = new_key()
+        if key is not None:
+            if own is not None:
+                raise Misuse(
+                    f"the call has a key, and {policy.key_header} among its headers: give one of them"
+                )
+            self._key = policy.key_header, format_key(key, policy.key_quoting == "sf-string")
+            self.request.headers[self._key[0]] = self._key[1]
+        if options.get("files"):
+            self.request.read()  # a file read again from its beginning may be another body than the first
+        call = Call(
+            policy,
+            begun,
+            method=self.request.method,
+            key=own or key,
+            replayable=self._body.replayable,
+            single=client._single,
+        )
+        target = self.request.url
+        origin = f"{target.scheme}://{target.netloc.decode('ascii')}"
+        self.shell = Going(call, client._gates[origin], client._world, client._listeners, origin)
+
+    def attempt(self, limit: Limit) -> Plan[Seen]:
+        """The plan of one attempt."""
+        if self.shell.call.attempts and not self._body.static:
+            self.request = self._made()
+        return attempt(self.shell, self._lib, self.request, limit=limit, whole=self._whole)
+
+    def conclude(self, seen: Seen) -> Any:
+        """The response, or the error."""
+        return conclude(self.shell, self._lib, seen, self.request, typed=True)
+
+    def send(self, request: Any) -> Any:
+        """The response of httpx2's client, or an awaitable one."""
+        return self._http.send(request, stream=True, **self._sending)
+
+    def _made(self) -> Any:
+        request = self._build(content=self._body.make(), **self._options)
+        for name, value in self._body.headers.items():
+            request.headers[name] = value
+            request.headers.pop("Transfer-Encoding", None)
+        if self._key is not None:
+            request.headers[self._key[0]] = self._key[1]
+        return request
+
+
+class Client(_Base["Response"]):
+    """A blocking client; threads may share it."""
+
+    _awaiting = False
+    _kind = "Client"
+
+    def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        response: Response = self._make(self._going(method, url, options, whole=True))
+        return response
+
+    @contextmanager
+    def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
+        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        response: Response = self._make(self._going(method, url, options, whole=False))
+        try:
+            yield response
+        finally:
+            response.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self, going: _Going) -> Any:
+        def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return going.send(request)
+                case Read(response):
+                    response.read()
+                    return response
+                case Drop(response):
+                    response.close()
+            return None
+
+        return going.conclude(going.shell.run(lambda limit: run(going.attempt(limit), execute)))
+
+
+class AsyncClient(_Base["Awaitable[Response]"]):
+    """An awaiting client, on asyncio or trio."""
+
+    _awaiting = True
+    _kind = "AsyncClient"
+
+    async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        response: Response = await self._make(self._going(method, url, options, whole=True))
+        return response
+
+    @asynccontextmanager
+    async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
+        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        response: Response = await self._make(self._going(method, url, options, whole=False))
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _make(self, going: _Going) -> Any:
+        async def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return await going.send(request)
+                case Read(response):
+                    await response.aread()
+                    return response
+                case Drop(response):
+                    await response.aclose()
+            return None
+
+        return going.conclude(await going.shell.arun(lambda limit: arun(going.attempt(limit), execute)))

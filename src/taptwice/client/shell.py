@@ -1,0 +1,198 @@
+"""Make the attempts of a call: the first, and then, if need be, those that the retry plan asks for.
+
+A *door* is a function that makes one attempt through one library and says what it showed: it gets a `Limit`
+and returns a `Seen`; what it raises is no failure of the server's and goes straight to the caller. Around
+each attempt a shell keeps the log, asks the circuit breaker and marks the context, so that retrying layers
+further in see that they are not alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from taptwice.client.gate import Gate, verdict
+from taptwice.client.limits import Limit
+from taptwice.client.outcome import Outcome, Seen
+from taptwice.client.plan import Again, Attempt, Call, Draw, Enter, StopReason, Take, Wait, retrying
+from taptwice.client.reports import Attempted, Ended, Listener, Report, reported, tell
+from taptwice.client.world import World
+from taptwice.core.plan import Command, Now, arun, run
+from taptwice.errors import CircuitOpen
+
+__all__ = ["Going", "Layer", "inherit", "layer"]
+
+
+class Layer(NamedTuple):
+    """What surrounds a call: a layer that retries, and the end of its attempt (monotonic seconds)."""
+
+    retries: bool
+    end: float
+
+
+layer: ContextVar[Layer | None] = ContextVar("taptwice_layer", default=None)
+
+
+@contextmanager
+def inherit(headers: Mapping[str, str], *, world: World) -> Iterator[None]:
+    """Inside this block clients know what a request that came in says of its caller.
+
+    If he retries (``Retry-Attempt``), they make one attempt each, since retries of several layers multiply;
+    and they end in time for his limit (``Request-Timeout-Ms``). `headers` may be a framework's, or a dict.
+    """
+    found = {name.lower(): value for name, value in headers.items()}
+    milliseconds = found.get("request-timeout-ms", "")
+    end = world.clock() + int(milliseconds) / 1000 if milliseconds.isdecimal() else math.inf
+    token = layer.set(Layer("retry-attempt" in found, end))
+    try:
+        yield
+    finally:
+        layer.reset(token)
+
+
+class Going:
+    """One call under way."""
+
+    __slots__ = ("_ticket", "began", "call", "gate", "limit", "listeners", "origin", "world")
+
+    def __init__(
+        self, call: Call, gate: Gate, world: World, listeners: Sequence[Listener] = (), origin: str = ""
+    ) -> None:
+        self.call = call
+        self.gate = gate
+        self.world = world
+        self.listeners = listeners
+        self.origin = origin
+        self.limit = Limit(math.inf, world.clock)
+        self.began = call.begun
+        self._ticket: int | None = None
+        around = layer.get()
+        if around is not None:
+            call.single = call.single or around.retries
+            call.end = min(call.end, around.end)
+
+    # --- the two shells ---
+
+    def run(self, attempt: Callable[[Limit], Seen]) -> Seen:
+        """Make the call, blocking. The error is a `CircuitOpen` if not even one attempt may be made."""
+
+        def again() -> Seen:
+            limit, token = self._start()
+            try:
+                seen = attempt(limit)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                layer.reset(token)
+            return self._finish(seen)
+
+        def execute(command: Command[Any]) -> Any:
+            match command:
+                case Wait(seconds):
+                    return self.world.sleep(seconds)
+                case Again():
+                    return again()
+            return self._instant(command)
+
+        if refused := self._first():
+            return refused
+        seen = again()
+        return seen if seen.final else run(retrying(self.call, seen), execute)
+
+    async def arun(self, attempt: Callable[[Limit], Awaitable[Seen]]) -> Seen:
+        """Make the call, awaiting."""
+
+        async def again() -> Seen:
+            limit, token = self._start()
+            try:
+                seen = await attempt(limit)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                layer.reset(token)
+            return self._finish(seen)
+
+        async def execute(command: Command[Any]) -> Any:
+            match command:
+                case Wait(seconds):
+                    return await self.world.asleep(seconds)
+                case Again():
+                    return await again()
+            return self._instant(command)
+
+        if refused := self._first():
+            return refused
+        seen = await again()
+        return seen if seen.final else await arun(retrying(self.call, seen), execute)
+
+    def report(self, seen: Seen) -> Report:
+        """The report of the whole call; tells the listeners that it has ended."""
+        found = reported(self.call, seen)
+        if self.listeners:
+            tell(Ended(self.call.method, self.origin, found), self.listeners)
+        return found
+
+    @property
+    def cut(self) -> bool:
+        """Whether the call's own deadline has ended the last attempt."""
+        return bool(self.call.attempts) and self.call.attempts[-1].ended >= self.call.end
+
+    # --- what both do around an attempt ---
+
+    def _instant(self, command: Command[Any]) -> Any:
+        match command:
+            case Now():
+                return self.world.clock()
+            case Draw():
+                return self.world.draw()
+            case Take():
+                return self.gate.budget is None or self.gate.budget.take()
+            case Enter():
+                return self._enter(self.world.clock())
+        raise AssertionError(command)
+
+    def _first(self) -> Seen | None:
+        if self.gate.budget is not None:
+            self.gate.budget.earn()
+        if self._enter(self.call.begun) or self.gate.breaker is None:
+            return None
+        seconds = self.gate.breaker.retry_after(self.call.begun)
+        self.call.stop = StopReason.CIRCUIT_OPEN
+        return Seen(Outcome.NOT_SENT, error=CircuitOpen(seconds), retry_after=seconds)
+
+    def _enter(self, now: float) -> bool:
+        if self.gate.breaker is None:
+            return True
+        self._ticket = self.gate.breaker.enter(now)
+        return self._ticket is not None
+
+    def _start(self) -> tuple[Limit, Any]:
+        call, clock = self.call, self.world.clock
+        self.began = call.begun if not call.attempts else clock()
+        per_try = call.policy.per_try
+        end = call.end if per_try is None else min(call.end, self.began + per_try)
+        self.limit = Limit(end, clock)
+        return self.limit, layer.set(Layer(True, end))
+
+    def _finish(self, seen: Seen) -> Seen:
+        call, now = self.call, self.world.clock()
+        attempt = Attempt(seen.outcome, seen.status, seen.error, call.waited, self.began, now)
+        call.attempts.append(attempt)
+        self._leave(verdict(seen, cut=now >= call.end), now)
+        if self.listeners:
+            event = Attempted(call.method, self.origin, len(call.attempts), attempt)
+            tell(event, self.listeners)
+        return seen
+
+    def _abandon(self) -> None:
+        self._leave(None, self.world.clock())
+
+    def _leave(self, outcome: bool | None, now: float) -> None:
+        if self._ticket is not None and self.gate.breaker is not None:
+            self.gate.breaker.leave(self._ticket, outcome, now)
+            self._ticket = None
