@@ -9,7 +9,7 @@ What a call did stands in ``report(response)``. Everything httpx2's own client t
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
@@ -286,7 +286,7 @@ class Client(_Base["Response"]):
         return going.conclude(going.shell.run(lambda limit: run(going.attempt(limit), execute)))
 
 
-class AsyncClient(_Base["Awaitable[Response]"]):
+class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
     """An awaiting client, on asyncio or trio."""
 
     _awaiting = True

@@ -19,7 +19,7 @@ from taptwice.client.limits import Limit
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Again, Attempt, Call, Draw, Enter, StopReason, Take, Wait, retrying
 from taptwice.client.reports import Attempted, Ended, Listener, Report, reported, tell
-from taptwice.client.world import World
+from taptwice.client.world import REAL, World
 from taptwice.core.plan import Command, Now, arun, run
 from taptwice.errors import CircuitOpen
 
@@ -37,7 +37,7 @@ layer: ContextVar[Layer | None] = ContextVar("taptwice_layer", default=None)
 
 
 @contextmanager
-def inherit(headers: Mapping[str, str], *, world: World) -> Iterator[None]:
+def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None]:
     """Inside this block clients know what a request that came in says of its caller.
 
     If he retries (``Retry-Attempt``), they make one attempt each, since retries of several layers multiply;
