@@ -1,6 +1,7 @@
 """The retrying client: one intent, one key, one deadline.
 
     Client, AsyncClient             httpx2 with keys and retries that are safe
+    retry                           the same around any function
     RetryPolicy                     when to try again, and when
     report, Report, Outcome, StopReason     how a call went
     inherit                         what a request that came in says of its caller's retries and limit
@@ -19,6 +20,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused
+    from taptwice.client.function import retry
     from taptwice.client.http import AsyncClient, Client
     from taptwice.client.outcome import Outcome
     from taptwice.client.plan import StopReason
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "client.errors": ("DeadlineExceeded", "KeyRejected", "KeyReused"),
+    "client.function": ("retry",),
     "client.http": ("AsyncClient", "Client"),
     "client.outcome": ("Outcome",),
     "client.plan": ("StopReason",),
@@ -63,6 +66,7 @@ __all__ = [
     "World",
     "inherit",
     "report",
+    "retry",
 ]
 
 

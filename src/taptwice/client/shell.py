@@ -12,9 +12,9 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from taptwice.client.gate import Gate, verdict
+from taptwice.client.gate import Breaker, Gate, verdict
 from taptwice.client.limits import Limit
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Again, Attempt, Call, Draw, Enter, StopReason, Take, Wait, retrying
@@ -26,12 +26,8 @@ from taptwice.errors import CircuitOpen
 __all__ = ["Going", "Layer", "inherit", "layer"]
 
 
-class Layer(NamedTuple):
-    """What surrounds a call: a layer that retries, and the end of its attempt (monotonic seconds)."""
-
-    retries: bool
-    end: float
-
+Layer: TypeAlias = tuple[bool, float]
+"""What surrounds a call: whether a layer there retries, and the end of its attempt (monotonic seconds)."""
 
 layer: ContextVar[Layer | None] = ContextVar("taptwice_layer", default=None)
 
@@ -46,7 +42,7 @@ def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None
     found = {name.lower(): value for name, value in headers.items()}
     milliseconds = found.get("request-timeout-ms", "")
     end = world.clock() + int(milliseconds) / 1000 if milliseconds.isdecimal() else math.inf
-    token = layer.set(Layer("retry-attempt" in found, end))
+    token = layer.set(("retry-attempt" in found, end))
     try:
         yield
     finally:
@@ -71,13 +67,17 @@ class Going:
         self._ticket: int | None = None
         around = layer.get()
         if around is not None:
-            call.single = call.single or around.retries
-            call.end = min(call.end, around.end)
+            retries, end = around
+            call.single = call.single or retries
+            call.end = min(call.end, end)
 
     # --- the two shells ---
 
-    def run(self, attempt: Callable[[Limit], Seen]) -> Seen:
-        """Make the call, blocking. The error is a `CircuitOpen` if not even one attempt may be made."""
+    def run(self, attempt: Callable[[Limit], Seen], first: Seen | None = None) -> Seen:
+        """Make the call, blocking, or go on after a `first` attempt that was adopted.
+
+        The error is a `CircuitOpen` if not even one attempt may be made.
+        """
 
         def again() -> Seen:
             limit, token = self._start()
@@ -98,13 +98,11 @@ class Going:
                     return again()
             return self._instant(command)
 
-        if refused := self._first():
-            return refused
-        seen = again()
-        return seen if seen.final else run(retrying(self.call, seen), execute)
+        seen = first or self._refused() or again()
+        return seen if self._done(seen) else run(retrying(self.call, seen), execute)
 
-    async def arun(self, attempt: Callable[[Limit], Awaitable[Seen]]) -> Seen:
-        """Make the call, awaiting."""
+    async def arun(self, attempt: Callable[[Limit], Awaitable[Seen]], first: Seen | None = None) -> Seen:
+        """Make the call, awaiting, or go on."""
 
         async def again() -> Seen:
             limit, token = self._start()
@@ -125,10 +123,19 @@ class Going:
                     return await again()
             return self._instant(command)
 
-        if refused := self._first():
-            return refused
-        seen = await again()
-        return seen if seen.final else await arun(retrying(self.call, seen), execute)
+        seen = first or self._refused() or await again()
+        return seen if self._done(seen) else await arun(retrying(self.call, seen), execute)
+
+    def refused(self, breaker: Breaker) -> Seen:
+        """What a call shows that an open circuit does not let begin."""
+        seconds = breaker.retry_after(self.call.begun)
+        self.call.stop = StopReason.CIRCUIT_OPEN
+        return Seen(Outcome.NOT_SENT, error=CircuitOpen(seconds), retry_after=seconds)
+
+    def adopt(self, seen: Seen, ticket: int | None) -> None:
+        """Take over a first attempt that somebody else has made."""
+        self._ticket = ticket
+        _ = self._finish(seen)
 
     def report(self, seen: Seen) -> Report:
         """The report of the whole call; tells the listeners that it has ended."""
@@ -156,14 +163,14 @@ class Going:
                 return self._enter(self.world.clock())
         raise AssertionError(command)
 
-    def _first(self) -> Seen | None:
+    def _refused(self) -> Seen | None:
         if self.gate.budget is not None:
             self.gate.budget.earn()
-        if self._enter(self.call.begun) or self.gate.breaker is None:
-            return None
-        seconds = self.gate.breaker.retry_after(self.call.begun)
-        self.call.stop = StopReason.CIRCUIT_OPEN
-        return Seen(Outcome.NOT_SENT, error=CircuitOpen(seconds), retry_after=seconds)
+        breaker = self.gate.breaker
+        return None if breaker is None or self._enter(self.call.begun) else self.refused(breaker)
+
+    def _done(self, seen: Seen) -> bool:
+        return seen.final or self.call.stop is not None
 
     def _enter(self, now: float) -> bool:
         if self.gate.breaker is None:
@@ -177,7 +184,7 @@ class Going:
         per_try = call.policy.per_try
         end = call.end if per_try is None else min(call.end, self.began + per_try)
         self.limit = Limit(end, clock)
-        return self.limit, layer.set(Layer(True, end))
+        return self.limit, layer.set((True, end))
 
     def _finish(self, seen: Seen) -> Seen:
         call, now = self.call, self.world.clock()
