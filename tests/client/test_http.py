@@ -219,7 +219,7 @@ def test_a_foreign_loop_around_a_single_attempt() -> None:
 
 def test_what_a_request_says_that_came_in() -> None:
     with ScriptedServer([503]) as server, no_wait(), Client(server.url) as client:
-        with inherit({"retry-attempt": "0", "Request-Timeout-Ms": "1500"}):
+        with inherit({"retry-attempt": "1", "Request-Timeout-Ms": "1500"}):
             found = report(client.get("/"))
         assert (len(found.attempts), found.stop_reason) == (1, StopReason.SINGLE_ATTEMPT)
         assert 0 < int(server.requests[0].header("Request-Timeout-Ms") or 0) <= 1500

@@ -17,13 +17,11 @@ _PIECE = 65536
 class Body:
     """Makes a body as often as it is asked to."""
 
-    __slots__ = ("_make", "headers", "replayable", "static")
+    __slots__ = ("_make", "headers", "replayable")
 
     def __init__(self, content: Any, *, awaiting: bool) -> None:
         """`awaiting`: the library wants async iterators of what is read piece by piece."""
         self.headers: Mapping[str, str] = {}
-        self.static = False
-        """Always the same object: a request that holds it can be sent again as it is."""
         self.replayable = True
         self._make: Callable[[], Any] = lambda: content
         if callable(content):
@@ -35,8 +33,6 @@ class Body:
             self._make = lambda: pieces(content, start)
         elif hasattr(content, "__next__") or hasattr(content, "__anext__") or hasattr(content, "read"):
             self.replayable = False
-        else:
-            self.static = True
 
     def make(self) -> Any:
         """The body for the next attempt."""

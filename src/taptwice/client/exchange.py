@@ -9,15 +9,13 @@ from types import ModuleType
 from typing import Any
 
 from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused, kin
-from taptwice.client.limits import AsyncWatchedBackend, Limit, Until, WatchedBackend, watch
+from taptwice.client.limits import AsyncWatchedBackend, Limit, WatchedBackend, watch
 from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import StopReason
 from taptwice.client.reports import attach
 from taptwice.client.shell import Going
-from taptwice.core.plan import Command, Plan, ask
+from taptwice.core.plan import Command, Plan
 from taptwice.errors import CircuitOpen, Misuse
-
-PHASES = ("connect", "read", "write", "pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +71,13 @@ def prepare(lib: ModuleType, transport: Any) -> None:
 def stamp(going: Going, limit: Limit, request: Any) -> None:
     """Give a request this attempt's time limits, and tell the server of them."""
     policy = going.call.policy
-    given = request.extensions.get("timeout") or {}
-    given = {phase: value.phase if isinstance(value, Until) else value for phase, value in given.items()}
-    request.extensions = {
-        **request.extensions,
-        "timeout": {phase: limit.until(given.get(phase)) for phase in PHASES},
-    }
+    extensions = request.extensions
+    extensions["timeout"] = limit.timeouts(extensions.get("timeout") or {})
     if policy.timeout_header is not None and limit.end < math.inf:
         request.headers[policy.timeout_header] = str(max(1, round((limit.end - going.began) * 1000)))
-    if policy.attempt_header is not None and policy.max_attempts > 1 and not going.call.single:
-        request.headers[policy.attempt_header] = str(len(going.call.attempts))
+    repeats = len(going.call.attempts)
+    if repeats and policy.attempt_header is not None:
+        request.headers[policy.attempt_header] = str(repeats)
 
 
 def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole: bool | None) -> Plan[Seen]:
@@ -90,15 +85,15 @@ def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole:
     response = None
     stamp(going, limit, request)
     try:
-        response = yield from ask(Send(request))
+        response = yield Send(request)
         status: int = response.status_code
         if whole or status >= 400 or (whole is None and _is_small(response)):
-            response = yield from ask(Read(response))
+            response = yield Read(response)
         else:  # the caller reads on, under the whole call's limit
             limit.end = going.call.end
     except (lib.HTTPError, OSError) as error:
         if response is not None:
-            yield from ask(Drop(response))
+            yield Drop(response)
         return of_error(error, response is not None, limit.wrote)
     if status < 400:
         return Seen(Outcome.PROCESSED, status, response)

@@ -13,7 +13,6 @@ calls others that retry does not multiply with them: those inside make one attem
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import inspect
 import math
@@ -111,7 +110,7 @@ class _Retrier:
         if verdict is False:
             return None
         seen = of_error(error)
-        return seen if verdict is True else dataclasses.replace(seen, retry_after=float(verdict))
+        return seen if verdict is True else seen._replace(retry_after=float(verdict))
 
     def failed(self, error: BaseException, begun: float, ticket: int | None) -> tuple[Going, Seen]:
         """The first attempt has raised. Raises what is not retried."""

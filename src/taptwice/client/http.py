@@ -66,6 +66,7 @@ class Options(TypedDict, total=False):
 
 
 _OF_SEND = ("auth", "follow_redirects")
+_ALWAYS_THE_SAME = (bytes, str, type(None))
 
 
 class _Verbs(Generic[Reply]):
@@ -163,17 +164,15 @@ class _Base(_Verbs[Reply]):
         other._single = True
         return other
 
-    def _going(self, method: str, url: str, options: Options, *, whole: bool) -> _Going:
-        return _Going(self, method, url, dict(options), whole)
 
+class _Going(Going):
+    """One call of a client: a shell, and the request, which is made anew where it must be."""
 
-class _Going:
-    """One call of a client: its request, made fresh where it must be, and the shell it goes through."""
+    __slots__ = ("_body", "_build", "_http", "_key", "_lib", "_sending", "_whole", "request")
 
-    def __init__(
-        self, client: _Base[Any], method: str, url: str, options: dict[str, Any], whole: bool
-    ) -> None:
-        policy = client._policy
+    def __init__(self, client: _Base[Any], method: str, url: str, options: Any, whole: bool) -> None:
+        policy, world = client._policy, client._world
+        begun = world.clock()
         intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
         if "deadline" in options:
             policy = policy.replace(deadline=options.pop("deadline"))
@@ -181,18 +180,23 @@ class _Going:
             if key is not None:
                 raise Misuse("give intent or idempotency_key, not both: the key is made from the intent")
             key = key_of(client._namespace, intent)
-        begun = client._world.clock()
         self._lib = client._lib
         self._http = client._http
         self._whole = whole
         self._sending = {name: options.pop(name) for name in _OF_SEND if name in options}
-        self._body = Body(options.pop("content", None), awaiting=client._awaiting)
-        self._options = options
-        self._build = partial(client._http.build_request, method, url)
         self._key: tuple[str, str] | None = None
-        self.request = self._made()
-        own = self.request.headers.get(policy.key_header)
-        if own is None and key is None and policy.auto_key and self.request.method in ("POST", "PATCH"):
+        self._body: Body | None = None
+        if isinstance(options.get("content"), _ALWAYS_THE_SAME):
+            self.request = client._http.build_request(method, url, **options)
+        else:
+            self._body = Body(options.pop("content"), awaiting=client._awaiting)
+            self._build = partial(client._http.build_request, method, url, **options)
+            self.request = self._made(self._body)
+        if "files" in options:
+            self.request.read()  # a file read again from its beginning may be another body than the first
+        method = self.request.method
+        own = self.request.headers.get(policy.key_header) if "headers" in options else None
+        if own is None and key is None and policy.auto_key and method in ("POST", "PATCH"):
             key = new_key()
         if key is not None:
             if own is not None:
@@ -201,37 +205,35 @@ class _Going:
                 )
             self._key = policy.key_header, format_key(key, policy.key_quoting == "sf-string")
             self.request.headers[self._key[0]] = self._key[1]
-        if options.get("files"):
-            self.request.read()  # a file read again from its beginning may be another body than the first
+        target = self.request.url
+        origin = f"{target.scheme}://{target.netloc.decode('ascii')}"
         call = Call(
             policy,
             begun,
-            method=self.request.method,
+            method=method,
             key=own or key,
-            replayable=self._body.replayable,
+            replayable=self._body is None or self._body.replayable,
             single=client._single,
         )
-        target = self.request.url
-        origin = f"{target.scheme}://{target.netloc.decode('ascii')}"
-        self.shell = Going(call, client._gates[origin], client._world, client._listeners, origin)
+        super().__init__(call, client._gates[origin], world, client._listeners, origin)
 
     def attempt(self, limit: Limit) -> Plan[Seen]:
         """The plan of one attempt."""
-        if self.shell.call.attempts and not self._body.static:
-            self.request = self._made()
-        return attempt(self.shell, self._lib, self.request, limit=limit, whole=self._whole)
+        if self._body is not None and self.call.attempts:
+            self.request = self._made(self._body)
+        return attempt(self, self._lib, self.request, limit=limit, whole=self._whole)
 
     def conclude(self, seen: Seen) -> Any:
         """The response, or the error."""
-        return conclude(self.shell, self._lib, seen, self.request, typed=True)
+        return conclude(self, self._lib, seen, self.request, typed=True)
 
     def send(self, request: Any) -> Any:
         """The response of httpx2's client, or an awaitable one."""
         return self._http.send(request, stream=True, **self._sending)
 
-    def _made(self) -> Any:
-        request = self._build(content=self._body.make(), **self._options)
-        for name, value in self._body.headers.items():
+    def _made(self, body: Body) -> Any:
+        request = self._build(content=body.make())
+        for name, value in body.headers.items():
             request.headers[name] = value
             request.headers.pop("Transfer-Encoding", None)
         if self._key is not None:
@@ -247,13 +249,13 @@ class Client(_Base["Response"]):
 
     def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = self._make(self._going(method, url, options, whole=True))
+        response: Response = self._make(_Going(self, method, url, options, whole=True))
         return response
 
     @contextmanager
     def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = self._make(self._going(method, url, options, whole=False))
+        response: Response = self._make(_Going(self, method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -283,7 +285,7 @@ class Client(_Base["Response"]):
                     response.close()
             return None
 
-        return going.conclude(going.shell.run(lambda limit: run(going.attempt(limit), execute)))
+        return going.conclude(going.run(lambda limit: run(going.attempt(limit), execute)))
 
 
 class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
@@ -294,13 +296,13 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
     async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = await self._make(self._going(method, url, options, whole=True))
+        response: Response = await self._make(_Going(self, method, url, options, whole=True))
         return response
 
     @asynccontextmanager
     async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = await self._make(self._going(method, url, options, whole=False))
+        response: Response = await self._make(_Going(self, method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -330,4 +332,4 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
                     await response.aclose()
             return None
 
-        return going.conclude(await going.shell.arun(lambda limit: arun(going.attempt(limit), execute)))
+        return going.conclude(await going.arun(lambda limit: arun(going.attempt(limit), execute)))

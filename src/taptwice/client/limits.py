@@ -13,12 +13,13 @@ proof that nothing was sent; no exception's name is.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 FOREVER = 1_000_000.0
 """Seconds. Larger timeouts do not fit into what the operating system takes."""
 
+PHASES = ("connect", "read", "write", "pool")
 _PIECE = 65536
 
 
@@ -38,9 +39,22 @@ class Limit:
         """Seconds, 0 or less when it is over."""
         return self.end - self.clock()
 
+    def timeouts(self, given: Mapping[str, float | None]) -> dict[str, Until]:
+        """The timeouts that httpcore takes, ending with this limit; `given` are its caller's, in seconds."""
+        phases = [given.get(phase) for phase in PHASES]
+        first = phases[0]
+        if phases.count(first) == len(phases):  # the usual case, and this is done for every attempt
+            return dict.fromkeys(PHASES, self.until(first))
+        return {phase: self.until(seconds) for phase, seconds in zip(PHASES, phases, strict=True)}
+
     def until(self, seconds: float | None = None) -> Until:
         """A timeout of so many seconds, for a library; it ends with this limit."""
-        return Until(max(0.001, min(FOREVER if seconds is None else seconds, self.left())), self, seconds)
+        phase = FOREVER if seconds is None else seconds.phase if isinstance(seconds, Until) else seconds
+        end = self.end - self.clock()
+        until = Until(phase if phase < end else end if end > 0.001 else 0.001)
+        until.limit = self
+        until.phase = phase
+        return until
 
     def connecting(self) -> None:
         """A connection is begun."""
@@ -56,15 +70,10 @@ class Until(float):
     phase: float
     """What the caller allows for a single read, write or connect."""
 
-    def __new__(cls, seconds: float, limit: Limit, phase: float | None) -> Until:
-        self = float.__new__(cls, seconds)
-        self.limit = limit
-        self.phase = FOREVER if phase is None else phase
-        return self
-
     def left(self) -> float:
         """Seconds for the next operation, 0 or less when the limit is over."""
-        return min(self.phase, self.limit.left())
+        seconds = self.limit.end - self.limit.clock()
+        return self.phase if self.phase < seconds else seconds
 
 
 def left(timeout: float | None, too_late: type[Exception]) -> float | None:
@@ -150,12 +159,18 @@ class Watched:
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         # In pieces: what is below asks for a timeout once, and may then need many for a large buffer.
+        if len(buffer) <= _PIECE:
+            self._write(buffer, timeout)
+            return
         view = memoryview(buffer)
         for start in range(0, len(view), _PIECE):
-            seconds = left(timeout, self._core.WriteTimeout)
-            if isinstance(timeout, Until):
-                timeout.limit.wrote = True
-            self._inner.write(view[start : start + _PIECE], seconds)
+            self._write(view[start : start + _PIECE], timeout)
+
+    def _write(self, buffer: Any, timeout: float | None) -> None:
+        seconds = left(timeout, self._core.WriteTimeout)
+        if isinstance(timeout, Until):
+            timeout.limit.wrote = True
+        self._inner.write(buffer, seconds)
 
     def close(self) -> None:
         self._inner.close()

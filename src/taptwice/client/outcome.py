@@ -21,9 +21,8 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from taptwice.client.policy import RetryPolicy
 from taptwice.core.header import REPLAYED, parse_retry_after
@@ -41,8 +40,7 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """One attempt, as the retry plan sees it. Either `answer` or `error` is there."""
 
     outcome: Outcome

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.policy import RetryPolicy
@@ -57,8 +57,7 @@ class StopReason(StrEnum):
     CIRCUIT_OPEN = "circuit_open"
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One attempt, in the log. Times are seconds of the monotonic clock."""
 
     outcome: Outcome

@@ -53,8 +53,9 @@ class RetryPolicy:
     timeout_header: str | None = "Request-Timeout-Ms"
     """Names the field that tells the server how many milliseconds are left for an attempt."""
     attempt_header: str | None = "Retry-Attempt"
-    """Names the field with the number of earlier attempts, by which layers further in see that this one
-    retries already."""
+    """Names the field that a repeat carries, with the number of attempts before it. Who is called by a
+    repeat makes one attempt of his own calls (`inherit`): attempts of layers add up then, instead of
+    multiplying."""
     obey_should_retry: bool = False
     """Heed ``x-should-retry: true`` too, on any status. (``false`` always counts.)"""
 

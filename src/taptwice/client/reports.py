@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Attempt, Call, StopReason
@@ -20,8 +20,7 @@ __all__ = ["Attempted", "Ended", "Listener", "Report", "report"]
 logger = logging.getLogger("taptwice.client")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """One call, from its beginning to its end."""
 
     attempts: tuple[Attempt, ...]

@@ -36,8 +36,9 @@ layer: ContextVar[Layer | None] = ContextVar("taptwice_layer", default=None)
 def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None]:
     """Inside this block clients know what a request that came in says of its caller.
 
-    If he retries (``Retry-Attempt``), they make one attempt each, since retries of several layers multiply;
-    and they end in time for his limit (``Request-Timeout-Ms``). `headers` may be a framework's, or a dict.
+    If the request is a repeat (``Retry-Attempt``) they make one attempt each, since its caller will make the
+    next: retries of several layers multiply otherwise. And they end in time for his limit
+    (``Request-Timeout-Ms``). `headers` are a framework's, or a dict.
     """
     found = {name.lower(): value for name, value in headers.items()}
     milliseconds = found.get("request-timeout-ms", "")
@@ -52,7 +53,7 @@ def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None
 class Going:
     """One call under way."""
 
-    __slots__ = ("_ticket", "began", "call", "gate", "limit", "listeners", "origin", "world")
+    __slots__ = ("_ticket", "began", "call", "gate", "listeners", "origin", "world")
 
     def __init__(
         self, call: Call, gate: Gate, world: World, listeners: Sequence[Listener] = (), origin: str = ""
@@ -62,7 +63,6 @@ class Going:
         self.world = world
         self.listeners = listeners
         self.origin = origin
-        self.limit = Limit(math.inf, world.clock)
         self.began = call.begun
         self._ticket: int | None = None
         around = layer.get()
@@ -78,53 +78,57 @@ class Going:
 
         The error is a `CircuitOpen` if not even one attempt may be made.
         """
-
-        def again() -> Seen:
-            limit, token = self._start()
-            try:
-                seen = attempt(limit)
-            except BaseException:
-                self._abandon()
-                raise
-            finally:
-                layer.reset(token)
-            return self._finish(seen)
+        seen = first or self._refused() or self._attempt(attempt)
+        if seen.final or self.call.stop:
+            return seen
 
         def execute(command: Command[Any]) -> Any:
             match command:
                 case Wait(seconds):
                     return self.world.sleep(seconds)
                 case Again():
-                    return again()
+                    return self._attempt(attempt)
             return self._instant(command)
 
-        seen = first or self._refused() or again()
-        return seen if self._done(seen) else run(retrying(self.call, seen), execute)
+        return run(retrying(self.call, seen), execute)
 
     async def arun(self, attempt: Callable[[Limit], Awaitable[Seen]], first: Seen | None = None) -> Seen:
         """Make the call, awaiting, or go on."""
-
-        async def again() -> Seen:
-            limit, token = self._start()
-            try:
-                seen = await attempt(limit)
-            except BaseException:
-                self._abandon()
-                raise
-            finally:
-                layer.reset(token)
-            return self._finish(seen)
+        seen = first or self._refused() or await self._aattempt(attempt)
+        if seen.final or self.call.stop:
+            return seen
 
         async def execute(command: Command[Any]) -> Any:
             match command:
                 case Wait(seconds):
                     return await self.world.asleep(seconds)
                 case Again():
-                    return await again()
+                    return await self._aattempt(attempt)
             return self._instant(command)
 
-        seen = first or self._refused() or await again()
-        return seen if self._done(seen) else await arun(retrying(self.call, seen), execute)
+        return await arun(retrying(self.call, seen), execute)
+
+    def _attempt(self, attempt: Callable[[Limit], Seen]) -> Seen:
+        limit, token = self._start()
+        try:
+            seen = attempt(limit)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            layer.reset(token)
+        return self._finish(seen)
+
+    async def _aattempt(self, attempt: Callable[[Limit], Awaitable[Seen]]) -> Seen:
+        limit, token = self._start()
+        try:
+            seen = await attempt(limit)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            layer.reset(token)
+        return self._finish(seen)
 
     def refused(self, breaker: Breaker) -> Seen:
         """What a call shows that an open circuit does not let begin."""
@@ -169,9 +173,6 @@ class Going:
         breaker = self.gate.breaker
         return None if breaker is None or self._enter(self.call.begun) else self.refused(breaker)
 
-    def _done(self, seen: Seen) -> bool:
-        return seen.final or self.call.stop is not None
-
     def _enter(self, now: float) -> bool:
         if self.gate.breaker is None:
             return True
@@ -183,14 +184,14 @@ class Going:
         self.began = call.begun if not call.attempts else clock()
         per_try = call.policy.per_try
         end = call.end if per_try is None else min(call.end, self.began + per_try)
-        self.limit = Limit(end, clock)
-        return self.limit, layer.set((True, end))
+        return Limit(end, clock), layer.set((True, end))
 
     def _finish(self, seen: Seen) -> Seen:
         call, now = self.call, self.world.clock()
         attempt = Attempt(seen.outcome, seen.status, seen.error, call.waited, self.began, now)
         call.attempts.append(attempt)
-        self._leave(verdict(seen, cut=now >= call.end), now)
+        if self._ticket is not None:
+            self._leave(verdict(seen, cut=now >= call.end), now)
         if self.listeners:
             event = Attempted(call.method, self.origin, len(call.attempts), attempt)
             tell(event, self.listeners)
