@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
 
+import pytest
+
 from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused
 from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
@@ -353,10 +355,8 @@ def t31c(door: Door) -> None:
 def t32a(door: Door) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     with scene(door, [send(head, b"3\r\none\r\n", b"3\r\ntwo\r\n")]) as (server, session):
-        try:
+        with pytest.raises(Exception, match=r"incomplete|prematurely|not completed"):
             session.call("GET", server.url, stream=True)
-        except Exception as error:
-            assert "ProtocolError" in type(error).__name__ or "Payload" in type(error).__name__  # noqa: PT017
         assert len(server.requests) == 1
 
 
@@ -425,6 +425,6 @@ _TRANSPORTS = (
 GAPS: dict[tuple[str, str], str] = {
     **{("T24b", door): UNKNOWN_LENGTH for door in _TRANSPORTS},
     **{("T31", door): ONE_SHOT for door in _TRANSPORTS},
-    **{("T31b", door): FACTORY for door in _TRANSPORTS},
+    **{("T31b", door): FACTORY for door in (*_TRANSPORTS, "requests adapter")},
 }
 """(case, door) and why it is not so there."""

@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import httpx2
+import requests
 
 from taptwice.client import httpx as ours_httpx
 from taptwice.client import httpx2 as ours_httpx2
 from taptwice.client.http import AsyncClient, Client
 from taptwice.client.policy import RetryPolicy
 from taptwice.client.reports import Attempted, Ended, Report, report
+from taptwice.client.requests import RetryAdapter
 from taptwice.client.world import World
 from tests.client.fake import C0
 
@@ -231,6 +233,23 @@ class AsyncHttpxTransport(Awaiting):
         return httpx.AsyncClient(transport=ours_httpx.AsyncRetryTransport(**session.options), timeout=None)
 
 
+class Requests(Door):
+    name = "requests adapter"
+
+    def make(self, session: Session) -> Any:
+        made = requests.Session()
+        for scheme in ("http://", "https://"):
+            made.mount(scheme, RetryAdapter(**session.options))
+        return made
+
+    def call(
+        self, session: Session, method: str, url: str, content: Any, headers: dict[str, str], stream: bool
+    ) -> Any:
+        response = session.client.request(method, url, data=content, headers=headers, stream=stream)
+        body = b"".join(response.iter_content(None)) if stream else response.content
+        return response, body, dict(response.headers)
+
+
 DOORS: tuple[Door, ...] = (
     Httpx2(),
     AsyncHttpx2(),
@@ -240,4 +259,5 @@ DOORS: tuple[Door, ...] = (
     AsyncHttpx2Transport(),
     HttpxTransport(),
     AsyncHttpxTransport(),
+    Requests(),
 )

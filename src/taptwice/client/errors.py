@@ -40,6 +40,12 @@ class KeyRejected(_KeyRefused):
     """The server cannot accept the request's idempotency key, or demands one; it did nothing."""
 
 
+def missing(name: str, extra: str) -> ModuleNotFoundError:
+    """What to raise where an optional library is wanted that is not there."""
+    line = f"this needs {name}, which is not installed: pip install 'taptwice[{extra}]'"
+    return ModuleNotFoundError(line, name=name)
+
+
 @cache
 def kin(ours: type[TaptwiceError], theirs: type[Exception]) -> Callable[..., TaptwiceError]:
     """A class that is caught as `ours` and as `theirs`: a transport raises nothing its library knows not."""

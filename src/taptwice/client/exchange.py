@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -39,16 +38,6 @@ class Drop(Command[None]):
     response: Any
 
 
-def library(name: str, extra: str) -> ModuleType:
-    """Import an optional library."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"this needs {name}, which is not installed: pip install 'taptwice[{extra}]'", name=name
-        ) from None
-
-
 def library_of(thing: Any) -> ModuleType:
     """httpx2 or httpx, whichever a client is of."""
     for kind in type(thing).__mro__:
@@ -70,14 +59,9 @@ def prepare(lib: ModuleType, transport: Any) -> None:
 
 def stamp(going: Going, limit: Limit, request: Any) -> None:
     """Give a request this attempt's time limits, and tell the server of them."""
-    policy = going.call.policy
     extensions = request.extensions
     extensions["timeout"] = limit.timeouts(extensions.get("timeout") or {})
-    if policy.timeout_header is not None and limit.end < math.inf:
-        request.headers[policy.timeout_header] = str(max(1, round((limit.end - going.began) * 1000)))
-    repeats = len(going.call.attempts)
-    if repeats and policy.attempt_header is not None:
-        request.headers[policy.attempt_header] = str(repeats)
+    going.stamp(limit, request.headers)
 
 
 def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole: bool | None) -> Plan[Seen]:
@@ -143,18 +127,11 @@ def conclude(going: Going, lib: ModuleType, seen: Seen, request: Any, *, typed: 
     elif isinstance(error, CircuitOpen):
         error = kin(CircuitOpen, lib.TransportError)(error.retry_after, _request=request)
     elif going.cut and report.stop_reason is StopReason.DEADLINE:
-        late = kin(DeadlineExceeded, lib.TimeoutException)(_late(going, seen), _request=request)
+        late = kin(DeadlineExceeded, lib.TimeoutException)(going.too_late(seen), _request=request)
         attach(late, report)
         raise late from error
     attach(error, report)
     raise error
-
-
-def _late(going: Going, seen: Seen) -> str:
-    seconds = going.call.end - going.call.begun
-    count = len(going.call.attempts)
-    times = "attempt" if count == 1 else "attempts"
-    return f"the deadline of {seconds:g} s passed, after {count} {times}; outcome {seen.outcome}"
 
 
 def _detail(response: Any) -> str | None:

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from taptwice.client.bodies import Body
-from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, library, library_of, prepare
+from taptwice.client.errors import missing
+from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import key_of, new_key
 from taptwice.client.limits import Limit
@@ -131,9 +132,12 @@ class _Base(_Verbs[Reply]):
         for none.
         """
         if http is None:
-            lib = library("httpx2", "client")
+            try:
+                import httpx2
+            except ModuleNotFoundError:
+                raise missing("httpx2", "client") from None
             settings.setdefault("timeout", None)  # the policy's limits are enough, and all hold
-            http = getattr(lib, self._kind)(base_url=base_url, **settings)
+            http = getattr(httpx2, self._kind)(base_url=base_url, **settings)
         elif base_url or settings:
             raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
         self._http = http

@@ -7,21 +7,24 @@ They raise exceptions of httpx only. `taptwice.client.transports` says what a tr
 
 from __future__ import annotations
 
-from taptwice.client.exchange import library
+from taptwice.client.errors import missing
 from taptwice.client.transports import AwaitingTransport, BlockingTransport
 
-httpx = library("httpx", "httpx")
+try:
+    import httpx
+except ModuleNotFoundError:
+    raise missing("httpx", "httpx") from None
 
 __all__ = ["AsyncRetryTransport", "RetryTransport"]
 
 
-class RetryTransport(BlockingTransport, httpx.BaseTransport):  # type: ignore[misc,name-defined]
+class RetryTransport(BlockingTransport, httpx.BaseTransport):
     """Retries beneath `httpx.Client`."""
 
     _lib = httpx
 
 
-class AsyncRetryTransport(AwaitingTransport, httpx.AsyncBaseTransport):  # type: ignore[misc,name-defined]
+class AsyncRetryTransport(AwaitingTransport, httpx.AsyncBaseTransport):
     """Retries beneath `httpx.AsyncClient`."""
 
     _lib = httpx

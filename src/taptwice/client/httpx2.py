@@ -7,21 +7,24 @@ They raise exceptions of httpx2 only. `taptwice.client.transports` says what a t
 
 from __future__ import annotations
 
-from taptwice.client.exchange import library
+from taptwice.client.errors import missing
 from taptwice.client.transports import AwaitingTransport, BlockingTransport
 
-httpx2 = library("httpx2", "client")
+try:
+    import httpx2
+except ModuleNotFoundError:
+    raise missing("httpx2", "client") from None
 
 __all__ = ["AsyncRetryTransport", "RetryTransport"]
 
 
-class RetryTransport(BlockingTransport, httpx2.BaseTransport):  # type: ignore[misc,name-defined]
+class RetryTransport(BlockingTransport, httpx2.BaseTransport):
     """Retries beneath `httpx2.Client`."""
 
     _lib = httpx2
 
 
-class AsyncRetryTransport(AwaitingTransport, httpx2.AsyncBaseTransport):  # type: ignore[misc,name-defined]
+class AsyncRetryTransport(AwaitingTransport, httpx2.AsyncBaseTransport):
     """Retries beneath `httpx2.AsyncClient`."""
 
     _lib = httpx2

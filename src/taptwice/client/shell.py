@@ -9,7 +9,7 @@ further in see that they are not alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -141,6 +141,14 @@ class Going:
         self._ticket = ticket
         _ = self._finish(seen)
 
+    def stamp(self, limit: Limit, headers: MutableMapping[str, str]) -> None:
+        """Tell the server how long this attempt may take, and that it is a repeat if it is one."""
+        policy, repeats = self.call.policy, len(self.call.attempts)
+        if policy.timeout_header is not None and limit.end < math.inf:
+            headers[policy.timeout_header] = str(max(1, round((limit.end - self.began) * 1000)))
+        if repeats and policy.attempt_header is not None:
+            headers[policy.attempt_header] = str(repeats)
+
     def report(self, seen: Seen) -> Report:
         """The report of the whole call; tells the listeners that it has ended."""
         found = reported(self.call, seen)
@@ -152,6 +160,13 @@ class Going:
     def cut(self) -> bool:
         """Whether the call's own deadline has ended the last attempt."""
         return bool(self.call.attempts) and self.call.attempts[-1].ended >= self.call.end
+
+    def too_late(self, seen: Seen) -> str:
+        """What to tell whose deadline has cut the last attempt."""
+        count = len(self.call.attempts)
+        times = "attempt" if count == 1 else "attempts"
+        seconds = self.call.end - self.call.begun
+        return f"the deadline of {seconds:g} s passed, after {count} {times}; outcome {seen.outcome}"
 
     # --- what both do around an attempt ---
 
