@@ -423,8 +423,8 @@ _TRANSPORTS = (
     "httpx async transport",
 )
 GAPS: dict[tuple[str, str], str] = {
-    **{("T24b", door): UNKNOWN_LENGTH for door in _TRANSPORTS},
+    **{("T24b", door): UNKNOWN_LENGTH for door in (*_TRANSPORTS, "aiohttp middleware")},
     **{("T31", door): ONE_SHOT for door in _TRANSPORTS},
-    **{("T31b", door): FACTORY for door in (*_TRANSPORTS, "requests adapter")},
+    **{("T31b", door): FACTORY for door in (*_TRANSPORTS, "requests adapter", "aiohttp middleware")},
 }
 """(case, door) and why it is not so there."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import httpx
 import httpx2
 import requests
 
 from taptwice.client import httpx as ours_httpx
 from taptwice.client import httpx2 as ours_httpx2
+from taptwice.client.aiohttp import RetryMiddleware
 from taptwice.client.http import AsyncClient, Client
 from taptwice.client.policy import RetryPolicy
 from taptwice.client.reports import Attempted, Ended, Report, report
@@ -250,6 +252,24 @@ class Requests(Door):
         return response, body, dict(response.headers)
 
 
+class Aiohttp(Door):
+    name, awaiting = "aiohttp middleware", True
+
+    async def make(self, session: Session) -> Any:
+        return aiohttp.ClientSession(middlewares=[RetryMiddleware(**session.options)])
+
+    async def call(
+        self, session: Session, method: str, url: str, content: Any, headers: dict[str, str], stream: bool
+    ) -> Any:
+        async with session.client.request(method, url, data=content, headers=headers) as response:
+            if stream:
+                return response, b"".join([part async for part in response.content.iter_any()]), {}
+            return response, await response.read(), dict(response.headers)
+
+    def status(self, response: Any) -> int:
+        return int(response.status)
+
+
 DOORS: tuple[Door, ...] = (
     Httpx2(),
     AsyncHttpx2(),
@@ -260,4 +280,5 @@ DOORS: tuple[Door, ...] = (
     HttpxTransport(),
     AsyncHttpxTransport(),
     Requests(),
+    Aiohttp(),
 )
