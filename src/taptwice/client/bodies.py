@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Body"]
+from taptwice.errors import Misuse
+
+__all__ = ["Body", "in_memory"]
 
 _PIECE = 65536
 
@@ -48,3 +50,17 @@ def _pieces(file: Any, start: int) -> Iterator[bytes]:
 async def _apieces(file: Any, start: int) -> AsyncIterator[bytes]:
     for piece in _pieces(file, start):
         yield piece
+
+
+def in_memory(content: Any) -> bytes | str | None:
+    """The body as a whole, for an intent that is bound to it."""
+    if callable(content):
+        content = content()
+    if hasattr(content, "read"):
+        content = content.read()
+    if content is None or isinstance(content, bytes | str):
+        return content
+    raise Misuse(
+        f"an intent that is remembered is bound to its body, which is a {type(content).__name__} here: pass"
+        " bytes, text or a file, or a function that returns one of them"
+    )

@@ -9,33 +9,31 @@ What a call did stands in ``report(response)``. Everything httpx2's own client t
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
-from taptwice.client.bodies import Body
+from taptwice.client.calls import ClientCall
 from taptwice.client.errors import missing
-from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, library_of, prepare
+from taptwice.client.exchange import Drop, Read, Send, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
-from taptwice.client.keys import key_of, new_key
 from taptwice.client.limits import Limit
 from taptwice.client.outcome import Seen
-from taptwice.client.plan import Call
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener
-from taptwice.client.shell import Going
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
-from taptwice.core.header import format_key
-from taptwice.core.plan import Command, Plan, arun, run
+from taptwice.core.plan import Command, arun, run
 from taptwice.errors import Misuse
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from httpx2 import Response
+
+    from taptwice.client.wish import Sent
 
 __all__ = ["AsyncClient", "Client"]
 
@@ -64,10 +62,6 @@ class Options(TypedDict, total=False):
     extensions: Any
     auth: Any
     follow_redirects: bool
-
-
-_OF_SEND = ("auth", "follow_redirects")
-_ALWAYS_THE_SAME = (bytes, str, type(None))
 
 
 class _Verbs(Generic[Reply]):
@@ -118,6 +112,7 @@ class _Base(_Verbs[Reply]):
         *,
         policy: RetryPolicy = DEFAULT,
         namespace: str | None = None,
+        intents: Any = None,
         budget: MakeBudget = RetryBudget,
         breaker: MakeBreaker = None,
         listeners: Sequence[Listener] = (),
@@ -128,6 +123,8 @@ class _Base(_Verbs[Reply]):
         """`settings` are those of httpx2's client; `http` is such a client made already (httpx's will do).
 
         `namespace` says which application this is, and in which environment, for the keys of intents.
+        `intents` is an `IntentStore`, or for `AsyncClient` an `AsyncIntentStore`: it binds intents to their
+        requests, and keeps their answers.
         `budget` and `breaker` make one for each origin that is called (``breaker=CircuitBreaker``); None is
         for none.
         """
@@ -146,6 +143,10 @@ class _Base(_Verbs[Reply]):
             prepare(self._lib, transport)
         self._policy = policy
         self._namespace = namespace
+        if intents is not None and inspect.iscoroutinefunction(intents.fulfil) != self._awaiting:
+            wanted = "AsyncIntentStore" if self._awaiting else "IntentStore"
+            raise Misuse(f"intents={type(intents).__name__}(…): this client wants an {wanted}")
+        self._intents = intents
         self._gates = Gates(budget, breaker)
         self._listeners = listeners
         self._world = world
@@ -169,82 +170,6 @@ class _Base(_Verbs[Reply]):
         return other
 
 
-class _Going(Going):
-    """One call of a client: a shell, and the request, which is made anew where it must be."""
-
-    __slots__ = ("_body", "_build", "_http", "_key", "_lib", "_sending", "_whole", "request")
-
-    def __init__(self, client: _Base[Any], method: str, url: str, options: Any, whole: bool) -> None:
-        policy, world = client._policy, client._world
-        begun = world.clock()
-        intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
-        if "deadline" in options:
-            policy = policy.replace(deadline=options.pop("deadline"))
-        if intent is not None:
-            if key is not None:
-                raise Misuse("give intent or idempotency_key, not both: the key is made from the intent")
-            key = key_of(client._namespace, intent)
-        self._lib = client._lib
-        self._http = client._http
-        self._whole = whole
-        self._sending = {name: options.pop(name) for name in _OF_SEND if name in options}
-        self._key: tuple[str, str] | None = None
-        self._body: Body | None = None
-        if isinstance(options.get("content"), _ALWAYS_THE_SAME):
-            self.request = client._http.build_request(method, url, **options)
-        else:
-            self._body = Body(options.pop("content"), awaiting=client._awaiting)
-            self._build = partial(client._http.build_request, method, url, **options)
-            self.request = self._made(self._body)
-        if "files" in options:
-            self.request.read()  # a file read again from its beginning may be another body than the first
-        method = self.request.method
-        own = self.request.headers.get(policy.key_header) if "headers" in options else None
-        if own is None and key is None and policy.auto_key and method in ("POST", "PATCH"):
-            key = new_key()
-        if key is not None:
-            if own is not None:
-                raise Misuse(
-                    f"the call has a key, and {policy.key_header} among its headers: give one of them"
-                )
-            self._key = policy.key_header, format_key(key, policy.key_quoting == "sf-string")
-            self.request.headers[self._key[0]] = self._key[1]
-        target = self.request.url
-        origin = f"{target.scheme}://{target.netloc.decode('ascii')}"
-        call = Call(
-            policy,
-            begun,
-            method=method,
-            key=own or key,
-            replayable=self._body is None or self._body.replayable,
-            single=client._single,
-        )
-        super().__init__(call, client._gates[origin], world, client._listeners, origin)
-
-    def attempt(self, limit: Limit) -> Plan[Seen]:
-        """The plan of one attempt."""
-        if self._body is not None and self.call.attempts:
-            self.request = self._made(self._body)
-        return attempt(self, self._lib, self.request, limit=limit, whole=self._whole)
-
-    def conclude(self, seen: Seen) -> Any:
-        """The response, or the error."""
-        return conclude(self, self._lib, seen, self.request, typed=True)
-
-    def send(self, request: Any) -> Any:
-        """The response of httpx2's client, or an awaitable one."""
-        return self._http.send(request, stream=True, **self._sending)
-
-    def _made(self, body: Body) -> Any:
-        request = self._build(content=body.make())
-        for name, value in body.headers.items():
-            request.headers[name] = value
-            request.headers.pop("Transfer-Encoding", None)
-        if self._key is not None:
-            request.headers[self._key[0]] = self._key[1]
-        return request
-
-
 class Client(_Base["Response"]):
     """A blocking client; threads may share it."""
 
@@ -253,13 +178,13 @@ class Client(_Base["Response"]):
 
     def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = self._make(_Going(self, method, url, options, whole=True))
+        response: Response = self._make(ClientCall(self, method, url, options, whole=True))
         return response
 
     @contextmanager
     def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = self._make(_Going(self, method, url, options, whole=False))
+        response: Response = self._make(ClientCall(self, method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -277,7 +202,7 @@ class Client(_Base["Response"]):
     ) -> None:
         self.close()
 
-    def _make(self, going: _Going) -> Any:
+    def _make(self, going: ClientCall) -> Any:
         def execute(command: Command[Any]) -> Any:
             match command:
                 case Send(request):
@@ -289,7 +214,13 @@ class Client(_Base["Response"]):
                     response.close()
             return None
 
-        return going.conclude(going.run(lambda limit: run(going.attempt(limit), execute)))
+        def once(limit: Limit) -> Seen:
+            return run(going.attempt(limit), execute)
+
+        if going.wish is None:
+            return going.conclude(going.run(once))
+        found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        return found.response if hasattr(found, "response") else going.remembered(found)
 
 
 class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
@@ -300,13 +231,13 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
     async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = await self._make(_Going(self, method, url, options, whole=True))
+        response: Response = await self._make(ClientCall(self, method, url, options, whole=True))
         return response
 
     @asynccontextmanager
     async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = await self._make(_Going(self, method, url, options, whole=False))
+        response: Response = await self._make(ClientCall(self, method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -324,7 +255,7 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
     ) -> None:
         await self.aclose()
 
-    async def _make(self, going: _Going) -> Any:
+    async def _make(self, going: ClientCall) -> Any:
         async def execute(command: Command[Any]) -> Any:
             match command:
                 case Send(request):
@@ -336,4 +267,14 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
                     await response.aclose()
             return None
 
-        return going.conclude(await going.arun(lambda limit: arun(going.attempt(limit), execute)))
+        async def once(limit: Limit) -> Seen:
+            return await arun(going.attempt(limit), execute)
+
+        if going.wish is None:
+            return going.conclude(await going.arun(once))
+
+        async def send(key: str) -> Sent[Any]:
+            return going.sent(await going.under(key).arun(once))
+
+        found = await self._intents.fulfil(going.wish, send)
+        return found.response if hasattr(found, "response") else going.remembered(found)

@@ -54,7 +54,10 @@ class StopReason(StrEnum):
     RETRY_AFTER_TOO_LONG = "retry_after_too_long"
     """Longer than the policy's `retry_after_limit`."""
     BUDGET = "budget"
+    """Too many of the last calls have failed: retries are a tenth of them, no more."""
     CIRCUIT_OPEN = "circuit_open"
+    REMEMBERED = "remembered"
+    """Nothing was sent: the answer to this intent had been kept."""
 
 
 class Attempt(NamedTuple):
