@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,8 +278,17 @@ class AsyncIntentStore(_Intents):
         execute = self._source.open().execute
         if self._source.blocking:
             # The whole transaction: if the caller is cancelled, the thread brings it to its end all the same.
-            return await asyncio.to_thread(run, plan, execute)
+            return await in_thread(partial(run, plan, execute))
         return await arun(plan, execute)
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Call it in a thread, on whatever loop this is."""
+    if "anyio" in sys.modules:  # which knows; httpx2 has brought it
+        from anyio.to_thread import run_sync
+
+        return await run_sync(work)
+    return await asyncio.to_thread(work)
 
 
 def _file(path: Path) -> drivers.Source:
