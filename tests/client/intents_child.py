@@ -12,14 +12,19 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
-import httpx2
 import psycopg
 
-from taptwice.client.intents import Intent, IntentStore, Sent, Wish, fingerprint_of
-from taptwice.core.model import Answer
+from taptwice.client.http import Client
+from taptwice.client.intents import Intent, IntentStore, Sent, Wish
+from taptwice.client.outcome import Outcome
+from taptwice.client.policy import RetryPolicy
+from taptwice.client.reports import Attempted, Ended, report
 from taptwice.errors import IntentRefused
+
+POLICY = RetryPolicy(base=0.05, cap=0.05, per_try=None, deadline=60)
 
 
 def main(store: str, url: str, order: str, cents: str, point: str = "") -> None:
@@ -28,38 +33,38 @@ def main(store: str, url: str, order: str, cents: str, point: str = "") -> None:
             print("stopped", flush=True)
             threading.Event().wait()
 
-    body = json.dumps({"order": order, "cents": int(cents)}).encode()
+    class Stopping(IntentStore):
+        def fulfil(self, wish: Wish, send: Callable[[str], Sent[Any]]) -> Sent[Any] | Intent:
+            def stopping(key: str) -> Sent[Any]:
+                stop_at("remembered")
+                sent = send(key)
+                stop_at("answered")
+                return sent
 
-    def send(key: str) -> Sent[httpx2.Response]:
-        stop_at("remembered")
-        told = False
-        while True:
-            answer = httpx2.post(url, content=body, headers={"Idempotency-Key": key}, timeout=60)
-            if answer.status_code != 409:
-                break
-            if not told:
-                print("in progress", flush=True)
-            told = True
-            threading.Event().wait(0.05)  # the server lets us ask again; nothing else tells us when
-        stop_at("answered")
-        final = answer.status_code < 500
-        kept = Answer(answer.status_code, tuple(answer.headers.multi_items()), answer.content)
-        return Sent(answer, kept if final else None)
+            return super().fulfil(wish, stopping)
+
+    def listener(event: Attempted | Ended) -> None:
+        if (
+            isinstance(event, Attempted)
+            and event.attempt.outcome is Outcome.IN_PROGRESS
+            and event.number == 1
+        ):
+            print("in progress", flush=True)
 
     origin: Any = (lambda: psycopg.connect(store)) if "://" in store else store
-    intents = IntentStore(origin)
-    stop_at("begun")
     result: dict[str, Any] = {}
-    try:
-        done = intents.fulfil(Wish(order, fingerprint_of("POST", url, body), lasts=60), send)
-    except IntentRefused as refused:
-        result["refused"] = type(refused).__name__
-    else:
-        stored, answer = isinstance(done, Intent), done.answer
-        assert answer is not None
-        replayed = not stored and answer.header("idempotent-replayed") == "true"
-        result.update(status=answer.status, body=answer.json(), stored=stored, replayed=replayed)
-    stop_at("settled")
+    with Client(url, intents=Stopping(origin), policy=POLICY, listeners=[listener]) as client:
+        stop_at("begun")
+        try:
+            response = client.post("/charges", json={"order": order, "cents": int(cents)}, intent=order)
+        except IntentRefused as refused:
+            result["refused"] = type(refused).__name__
+        else:
+            result["status"] = response.status_code
+            result["body"] = response.json()
+            result["stored"] = not report(response).attempts
+            result["replayed"] = response.headers.get("idempotent-replayed") == "true"
+        stop_at("settled")
     print(json.dumps(result), flush=True)
 
 

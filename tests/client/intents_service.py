@@ -83,7 +83,7 @@ def make(address: str) -> Starlette:
 
             await self.app(scope, again, send)
 
-    @once.keyed(wait=0)
+    @once.keyed(wait=0, retry_after=0)
     async def charge(request: Request) -> Response:
         await holding.at("working")
         asked = await request.json()

@@ -247,6 +247,15 @@ async def test_an_answer_to_an_intent_that_was_dropped_meanwhile_is_kept(file: K
     assert (await file.fulfil(Wish("order-17", ONE))).answer == PAID
 
 
+async def test_a_call_that_outlasts_the_window_is_not_even_bound(tmp_path: Path) -> None:
+    kit = Kit(IntentStore(tmp_path / "intents.db", window="5s"))
+    with pytest.raises(IntentTooOld, match="shorter deadline"):
+        await kit.fulfil(Wish("order-17", ONE, lasts=6))
+    assert await kit.ask("get", "order-17") is None
+    await kit.fulfil(Wish("order-17", ONE, lasts=4))
+    assert len(kit.keys) == 1
+
+
 async def test_lists(kit: Kit) -> None:
     for number, name in enumerate(["open", "done", "dropped", "made"]):
         kit.at(1_000_000 + number)

@@ -108,8 +108,7 @@ class Client:
         self.order = order
 
     def start(self, *point: str, cents: int = 700) -> subprocess.Popen[str]:
-        url = self.service.url + "/charges"
-        return started("intents_child", self.store, url, self.order, str(cents), *point)
+        return started("intents_child", self.store, self.service.url, self.order, str(cents), *point)
 
     def run(self, cents: int = 700) -> dict[str, Any]:
         return self.outcome(self.start(cents=cents))

@@ -122,6 +122,11 @@ class Settle(Command[None]):
 
 def with_intent(wish: Wish, window: float, keep: Keep = "answer") -> Plan[Sent[Any] | Intent]:
     """Carry a wish out around whatever `Send` does. The intent comes back where its answer was remembered."""
+    if wish.lasts > window:  # found out before it is bound: nothing of it is sent, ever
+        raise IntentTooOld(
+            f"intent {wish.name!r} was not sent: the call may last {wish.lasts:g} s, and the server remembers"
+            f" its key for {window:g} s; give the call a shorter deadline"
+        )
     intent = yield from ask(Remember(wish))
     if intent is None:
         raise IntentDropped(f"intent {wish.name!r} was given up: renew it, or give the new wish a new name")
