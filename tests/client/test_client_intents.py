@@ -145,7 +145,12 @@ def test_older_than_the_servers_window(tmp_path: pathlib.Path) -> None:
     with ScriptedServer([MADE]) as server, Client(server.url, intents=store) as client:
         with pytest.raises(IntentTooOld):
             client.post("/charges", intent="order-17")
+        with pytest.raises(IntentTooOld, match="shorter deadline"):
+            client.post("/charges", intent="order-17", deadline=None)
         assert client.post("/charges", intent="order-17", deadline=1).status_code == 201
+    forever = IntentStore(tmp_path / "intents.db", window=None)
+    with ScriptedServer([MADE]) as server, Client(server.url, intents=forever) as client:
+        assert client.post("/charges", intent="order-18", deadline=None).status_code == 201
 
 
 def test_a_store_of_the_other_kind_is_refused(tmp_path: pathlib.Path) -> None:

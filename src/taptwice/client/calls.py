@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,7 +106,10 @@ class ClientCall(Going):
     def _wish(self, intent: str) -> Wish:
         from taptwice.client.wish import Wish, fingerprint_of
 
-        request, lasts = self.request, self.call.policy.deadline or 0.0
+        request, deadline = self.request, self.call.policy.deadline
+        lasts = (
+            math.inf if deadline is None else deadline
+        )  # the last retry must lie in the server's window too
         kind = request.headers.get("content-type", "")
         print_ = fingerprint_of(request.method, str(request.url), request.content, kind)
         return Wish(intent, print_, self.call.key or "", lasts)
