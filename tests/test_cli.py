@@ -21,7 +21,7 @@ import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
-from taptwice import cli, drivers, sql
+from taptwice import cli, cli_database, drivers, sql
 from taptwice.core import fingerprint
 from taptwice.core.model import Answer, Keyed
 from taptwice.core.plan import run
@@ -120,7 +120,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *libraries: str) -> None:
         raise ImportError
 
     for library in libraries:
-        monkeypatch.setattr(cli, f"_through_{library}", missing)
+        monkeypatch.setattr(cli_database, f"_through_{library}", missing)
 
 
 # --- init ---------------------------------------------------------------------------------------------------
@@ -553,9 +553,9 @@ def test_sweep_that_is_stopped_keeps_what_was_committed(
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_ctrl_c_while_the_server_lets_wait(driver: str, fresh_postgres: str) -> None:
     succeed("init", "--database", fresh_postgres)
-    program = "import taptwice.cli as cli, sys\n"
+    program = "from taptwice import cli, cli_database\n"
     if driver == "asyncpg":
-        program += "def missing(url): raise ImportError\ncli._through_psycopg = missing\n"
+        program += "def missing(url): raise ImportError\ncli_database._through_psycopg = missing\n"
     program += "cli.main(prog_name='taptwice')\n"
     with psycopg.connect(fresh_postgres) as other:
         other.execute("LOCK TABLE taptwice_records")
@@ -625,7 +625,7 @@ def test_every_command_shows_examples_that_parse(name: str) -> None:
 
 
 def test_the_group_lists_its_commands() -> None:
-    assert set(cli.main.commands) == {"conformance", "init", "inspect", "sql", "sweep"}
+    assert set(cli.main.commands) == {"conformance", "init", "inspect", "intents", "sql", "sweep"}
     help_ = succeed("--help").output
     assert "Exit codes" in help_
     assert succeed("--version").output.startswith("taptwice, version ")

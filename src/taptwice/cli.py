@@ -6,247 +6,39 @@ Exit codes: 0 done, 1 not found, 2 wrong usage or configuration, 3 the database 
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
-import re
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import Any, Literal, get_args
 
 import click
 
-from taptwice import drivers, sql
+from taptwice import sql
+from taptwice.cli_database import (
+    NotFound,
+    database_option,
+    expected,
+    harmless,
+    json_option,
+    open_database,
+    print_json,
+    time_text,
+)
+from taptwice.cli_intents import intents
 from taptwice.conformance.cli import conformance
 from taptwice.core.header import check_key
 from taptwice.core.model import pack_headers
-from taptwice.core.plan import Plan, arun, run
-from taptwice.errors import Contention, Misuse, StoreUnavailable, TaptwiceError
 from taptwice.flows.migrate import BOTH, migrate
 from taptwice.flows.retention import sweep_turn
 from taptwice.stores.sql import Inspected, SqlStore
 
-Result = TypeVar("Result")
 Tool = Literal["psql", "alembic", "django"]
-
-CONNECT_TIMEOUT = 10
-"""Seconds. A command line that hangs tells nobody anything; `connect_timeout=` in the URL overrides it."""
-
-UNREADABLE = "cannot read the database URL; in user and password write % @ : / ? # as %25 %40 %3A %2F %3F %23"
 
 SEARCH_LIMIT = 100
 """How many records the statement `search` gives at most."""
 
 
-# --- failures -----------------------------------------------------------------------------------------------
-
-
-class Failed(click.ClickException):
-    """An expected failure: one line on stderr and an exit code, here that of a wrong configuration."""
-
-    exit_code = 2
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
-
-
-class NotFound(Failed):
-    """There is no such record."""
-
-    exit_code = 1
-
-
-class Unavailable(Failed):
-    """The database cannot be used now."""
-
-    exit_code = 3
-
-
-INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C stopped, as shells have it."""
-
-
-@contextmanager
-def _expected(database: Database) -> Iterator[None]:
-    """Turns what may go wrong into `Failed`. What is left is a bug of ours, and shows its traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo("stopped; what was under way is rolled back", err=True)
-        sys.exit(INTERRUPTED)
-    except TaptwiceError as error:
-        temporary = isinstance(error, StoreUnavailable | Contention)
-        message = error.detail
-        if getattr(error.__cause__, "sqlstate", None) == "42501":
-            message = f"{error.__cause__}: this needs a role that owns taptwice's tables, or may create them"
-        raise database.failure(Unavailable if temporary else Failed, message) from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("psycopg", "asyncpg", "sqlite3"):
-            raise
-        raise database.failure(Failed, f"the database refused: {error}") from error
-
-
-# --- databases ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Database:
-    """What a URL names: how to connect, and how to speak of it without its password."""
-
-    shown: str
-    connect: Callable[[], Any] = field(repr=False)
-    source: drivers.Source
-    secrets: tuple[str, ...] = field(repr=False, default=())
-
-    @property
-    def dialect(self) -> sql.Dialect:
-        return self.source.dialect
-
-    def failure(self, kind: type[Failed], message: str) -> Failed:
-        """A failure that names the database. Drivers quote the URL in some messages."""
-        for secret in self.secrets:
-            message = message.replace(secret, "***")
-        return kind(f"{self.shown}: {message}")
-
-    def drive(self, plan: Plan[Result]) -> Result:
-        """Carry out a plan that begins and ends its transactions itself."""
-        execute = self.source.open().execute
-        return run(plan, execute) if self.source.blocking else asyncio.run(arun(plan, execute))
-
-    def read(self, plan: Plan[Result]) -> Result:
-        """Carry out a plan that only reads, without a transaction: on SQLite ours would stop all writers."""
-        if not self.source.blocking:
-            return asyncio.run(self._aread(plan))
-        connection = self.connect()
-        try:
-            return run(plan, drivers.join(connection).execute)
-        finally:
-            connection.close()
-
-    async def _aread(self, plan: Plan[Result]) -> Result:
-        connection = await self.connect()
-        try:
-            return await arun(plan, drivers.join(connection).execute)
-        finally:
-            await connection.close()
-
-
-def _database(url: str, create: bool = False) -> Database:
-    """The database of a URL. `create`: an SQLite file may be made; a typo must not make one elsewhere."""
-    if match := re.fullmatch(r"(?:postgresql|postgres)(?:\+\w+)?(://.*)", url, re.DOTALL):
-        return _postgres(f"postgresql{match[1]}")
-    if match := re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", url):
-        return _sqlite(Path(match[1]), create)
-    if url.startswith("sqlite"):
-        raise Failed("an SQLite URL names a file: sqlite:///relative/path.db or sqlite:////absolute/path.db")
-    raise Failed("the database URL must begin with postgresql:// or sqlite:///")
-
-
-def _sqlite(path: Path, create: bool) -> Database:
-    shown = f"sqlite:///{path}"
-    if str(path) == ":memory:":
-        raise Failed("a database in memory is empty and gone at once: name a file")
-    if not create and not path.exists():
-        raise Failed(f"{shown}: there is no such file; `taptwice init` makes it")
-
-    def connect() -> sqlite3.Connection:
-        return sqlite3.connect(f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}", uri=True)
-
-    from taptwice.drivers import sqlite
-
-    return Database(shown, connect, sqlite.connecting(connect))
-
-
-def _postgres(url: str) -> Database:
-    address, secrets = _parts(url)
-    shown = f"postgresql://{address}"
-    try:
-        return Database(shown, *_through_psycopg(url), secrets)
-    except ImportError:
-        pass
-    try:
-        return Database(shown, *_through_asyncpg(url), secrets)
-    except ImportError:
-        raise Failed(
-            "no driver for PostgreSQL is installed: pip install 'taptwice[postgres]' (or taptwice[asyncpg])"
-        ) from None
-
-
-def _parts(url: str) -> tuple[str, tuple[str, ...]]:
-    """The URL without passwords and settings, and its passwords as drivers may quote them."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # brackets that are no IPv6 address
-        raise Failed(UNREADABLE) from None
-    login, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = login.partition(":")
-    hosts_are_good = all(re.fullmatch(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?", host) for host in hosts.split(","))
-    settings_are_good = all("=" in setting for setting in parts.query.split("&") if setting)
-    cut_short = not login and "@" in parts.path + parts.fragment
-    if "@" in login or cut_short or not hosts_are_good or not settings_are_good:
-        # Not a word of it is quoted: which part is the password is just what cannot be told.
-        raise Failed(UNREADABLE)
-    settings = parse_qs(parts.query)
-    passwords = [password, *settings.get("password", ()), *settings.get("sslpassword", ())]
-    secrets = {form for each in passwords for form in (each, unquote(each)) if form}
-    # The longest first: one may be a part of another.
-    return f"{user}{'@' if user else ''}{hosts}{parts.path}", tuple(
-        sorted({url, *secrets}, key=len, reverse=True)
-    )
-
-
-def _through_psycopg(url: str) -> tuple[Callable[[], Any], drivers.Source]:
-    import psycopg as library
-    from psycopg.conninfo import make_conninfo
-
-    from taptwice.drivers import psycopg
-
-    limit = {} if "connect_timeout" in url else {"connect_timeout": CONNECT_TIMEOUT}
-
-    def connect() -> library.Connection[Any]:
-        try:
-            return library.connect(make_conninfo(url, **limit))
-        except library.OperationalError as error:
-            raise StoreUnavailable(str(error)) from error
-
-    return connect, psycopg.connecting(connect)
-
-
-def _through_asyncpg(url: str) -> tuple[Callable[[], Any], drivers.Source]:
-    import asyncpg as library
-
-    from taptwice.drivers import asyncpg
-
-    async def connect() -> Any:
-        try:
-            return await library.connect(url, timeout=CONNECT_TIMEOUT)
-        except ValueError as error:
-            raise Misuse(f"asyncpg cannot read the URL: {error}") from error
-        except (library.PostgresError, library.InterfaceError, OSError, TimeoutError) as error:
-            raise StoreUnavailable(str(error) or "no answer") from error
-
-    return connect, asyncpg.connecting(connect)
-
-
-# --- commands -----------------------------------------------------------------------------------------------
-
-
-database_option = click.option(
-    "--database",
-    "url",
-    envvar="TAPTWICE_DATABASE_URL",
-    show_envvar=True,
-    required=True,
-    metavar="URL",
-    help="postgresql://user:password@host/name or sqlite:///path; postgresql+psycopg:// will do.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 phase_option = click.option(
     "--phase",
     type=click.Choice(BOTH),
@@ -264,6 +56,7 @@ def main() -> None:
 
 
 main.add_command(conformance)
+main.add_command(intents)
 
 
 @main.command()
@@ -283,11 +76,11 @@ def init(url: str, phase: sql.Phase | None, as_json: bool) -> None:
       taptwice init --phase pre       # before a deploy
       taptwice init --phase post      # when the old code is gone
     """
-    database = _database(url, create=True)
-    with _expected(database):
+    database = open_database(url, create=True)
+    with expected(database):
         done = database.drive(migrate(database.dialect, (phase,) if phase else BOTH))
     if as_json:
-        _print_json({"applied": done.applied, "waiting": done.waiting})
+        print_json({"applied": done.applied, "waiting": done.waiting})
         return
     for name in done.applied:
         click.echo(f"applied {name}")
@@ -339,10 +132,10 @@ def inspect(key: str, url: str, account: str | None, body: bool, as_json: bool) 
       taptwice inspect 8e03978e-40d5-43e8-bc93-6894a57f9324 --account acct_42
       taptwice inspect order-7 --json | jq .[0].status
     """
-    database = _database(url)
+    database = open_database(url)
     if account is None:
         click.echo("no --account: reading the whole table", err=True)
-    with _expected(database):
+    with expected(database):
         found = database.read(SqlStore(database.dialect).inspect(check_key(key), account))
     if not found:
         hint = (
@@ -352,7 +145,7 @@ def inspect(key: str, url: str, account: str | None, body: bool, as_json: bool) 
         )
         raise database.failure(NotFound, f"no record of this key ({hint})")
     if as_json:
-        _print_json([_as_json(each, body) for each in found])
+        print_json([_as_json(each, body) for each in found])
     else:
         click.echo("\n\n".join(_as_text(each, body) for each in found))
     if len(found) == SEARCH_LIMIT:
@@ -379,12 +172,12 @@ def sweep(url: str, batch: int, max_batches: int | None, as_json: bool) -> None:
       taptwice sweep
       taptwice sweep --batch 500 --max-batches 20 --json      # from cron
     """
-    database = _database(url)
+    database = open_database(url)
     store = SqlStore(database.dialect)
     removed = batches = 0
     more = True
     try:
-        with _progress() as tell, _expected(database):
+        with _progress() as tell, expected(database):
             while more and (max_batches is None or batches < max_batches):
                 count = database.drive(sweep_turn(store, batch))
                 removed, batches, more = removed + count, batches + 1, count == batch
@@ -392,7 +185,7 @@ def sweep(url: str, batch: int, max_batches: int | None, as_json: bool) -> None:
     finally:
         # Also when it was stopped: what is done is done.
         if as_json:
-            _print_json({"removed": removed, "batches": batches, "done": not more})
+            print_json({"removed": removed, "batches": batches, "done": not more})
         elif batches:
             click.echo(f"removed {removed} expired records{'; there may be more' if more else ''}")
 
@@ -415,14 +208,6 @@ def _progress() -> Iterator[Callable[[str], object]]:
 # --- printing -----------------------------------------------------------------------------------------------
 
 
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-def _time(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")
-
-
 def _size(content: bytes | None) -> int:
     return len(content or b"")
 
@@ -436,8 +221,8 @@ def _as_json(found: Inspected, body: bool) -> dict[str, Any]:
         "fingerprint_version": record.version,
         "fingerprint": record.digest.hex(),
         "status": answer.status,
-        "created_at": _time(record.created_at),
-        "expires_at": _time(found.expires_at),
+        "created_at": time_text(record.created_at),
+        "expires_at": time_text(found.expires_at),
         "header_names": [name for name, _ in answer.headers],
         "headers_bytes": _size(pack_headers(answer.headers)),
         "body_bytes": _size(answer.body),
@@ -459,21 +244,16 @@ def _as_text(found: Inspected, body: bool) -> str:
         "id": found.id,
         "fingerprint": f"version {record.version}, {record.digest.hex()}",
         "status": str(answer.status),
-        "created": _time(record.created_at),
-        "expires": _time(found.expires_at),
+        "created": time_text(record.created_at),
+        "expires": time_text(found.expires_at),
         "headers": f"{names} ({_size(pack_headers(answer.headers))} bytes)",
         "body": size,
     }
-    shown = [f"{name:<11}  {_harmless(value)}" for name, value in lines.items()]
+    shown = [f"{name:<11}  {harmless(value)}" for name, value in lines.items()]
     if body:
-        shown += ["", *(_harmless(f"{name}: {value}") for name, value in answer.headers)]
-        shown += ["", *map(_harmless, (answer.body or b"").decode(errors="backslashreplace").splitlines())]
+        shown += ["", *(harmless(f"{name}: {value}") for name, value in answer.headers)]
+        shown += ["", *map(harmless, (answer.body or b"").decode(errors="backslashreplace").splitlines())]
     return "\n".join(shown)
-
-
-def _harmless(text: str) -> str:
-    """Text of strangers, unable to steer the terminal."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _texts(dialect: sql.Dialect, step: sql.Migration) -> list[str]:

@@ -14,6 +14,11 @@
     │   └── CommitUnknown     503 commit-unknown    it may have been done: same key again finds out
     ├── Contention            503 contention        rolled back, nothing done: run the transaction again
     │   └── Busy              503 contention        another transaction has the one writer's turn
+    ├── CircuitOpen           not called: what is called is down; `retry_after` tells when to try again
+    ├── IntentRefused         not sent: the name of an intent stands for something else
+    │   ├── IntentChanged     it was sent with another request: a new wish takes a new name
+    │   ├── IntentTooOld      the server may have forgotten it: find out, then drop or renew it
+    │   └── IntentDropped     it was given up
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
     ├── Inseparable           the work can be undone only with its claim (never reaches an application)
     └── Misuse                500 misuse            the program is wrong: the message names the remedy
@@ -31,11 +36,16 @@ from typing import ClassVar
 __all__ = [
     "AccountMissing",
     "Busy",
+    "CircuitOpen",
     "CommitUnknown",
     "ConstraintViolated",
     "Contention",
     "InFlight",
     "Inseparable",
+    "IntentChanged",
+    "IntentDropped",
+    "IntentRefused",
+    "IntentTooOld",
     "KeyExpired",
     "KeyInvalid",
     "KeyMissing",
@@ -147,6 +157,43 @@ class Contention(TaptwiceError):
 
 class Busy(Contention):
     """The database has one writer, and another transaction is writing."""
+
+
+class CircuitOpen(TaptwiceError):
+    """Not called: the circuit breaker is open, because too many calls in a row have failed."""
+
+    status = 503
+    problem = "circuit-open"
+    retry = True
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+        """Seconds until a call may go, at the latest."""
+
+
+class IntentRefused(TaptwiceError):
+    """Not sent: what is remembered of this intent forbids it."""
+
+    problem = "intent-refused"
+
+
+class IntentChanged(IntentRefused):
+    """Not sent: this intent stands for another request."""
+
+    problem = "intent-changed"
+
+
+class IntentTooOld(IntentRefused):
+    """Not sent: the server may have forgotten this intent's key, and would do it a second time."""
+
+    problem = "intent-too-old"
+
+
+class IntentDropped(IntentRefused):
+    """Not sent: this intent was given up."""
+
+    problem = "intent-dropped"
 
 
 class ConstraintViolated(TaptwiceError):

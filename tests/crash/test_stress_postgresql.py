@@ -86,7 +86,7 @@ class Stress:
     def __init__(self, url: str, partitioned: bool) -> None:
         self.url = url
         with psycopg.connect(url, autocommit=True) as connection:
-            [migration] = sql.migrations("postgresql")
+            migration = sql.migrations("postgresql")[0]
             connection.execute(migration.text.encode())
             connection.execute("CREATE TABLE charges (key text NOT NULL)")
             if partitioned:

@@ -171,6 +171,26 @@ def test_sqlite_sweeps_without_reading_the_whole_table(sqlite: sqlite3.Connectio
     assert [step for step in plan if "COVERING INDEX taptwice_records_expires_at (expires_at<?)" in step]
 
 
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+def test_an_index_can_serve_the_list_of_open_intents_of_postgresql(postgres: Postgres, mode: str) -> None:
+    postgres.execute("SET enable_seqscan = off")
+    postgres.execute("SET enable_sort = off")
+    postgres.execute("SELECT set_config('plan_cache_mode', %s, false)", (mode,))
+    assert "Index Scan using taptwice_intents_open" in explained(
+        postgres, "intents_open", now="NULL", batch="9"
+    )
+
+
+def test_sqlite_lists_open_intents_by_their_index(sqlite: sqlite3.Connection) -> None:
+    assert query_plan(sqlite, "intents_open") == ["SCAN taptwice_intents USING INDEX taptwice_intents_open"]
+
+
+@pytest.mark.parametrize("name", ["intent_look", "intent_settle", "intent_drop", "intent_renew"])
+def test_sqlite_finds_an_intent_by_its_primary_key(sqlite: sqlite3.Connection, name: str) -> None:
+    [step] = query_plan(sqlite, name)
+    assert "USING INDEX sqlite_autoindex_taptwice_intents_1 (name=?)" in step
+
+
 # --- migrations ---------------------------------------------------------------------------------------------
 
 

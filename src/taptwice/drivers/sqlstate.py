@@ -38,7 +38,10 @@ def ours(sqlstate: str | None, text: str) -> TaptwiceError | None:
             f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)"
         )
     if sqlstate == "42501":
-        return Misuse(f"{text}: grant SELECT, INSERT and DELETE on taptwice_records to the service's role")
+        return Misuse(
+            f"{text}: grant SELECT, INSERT and DELETE on taptwice_records to the service's role, and with"
+            " UPDATE on taptwice_intents to a client's"
+        )
     if sqlstate in _UNAVAILABLE or sqlstate[:2] in _UNAVAILABLE_CLASSES:
         return StoreUnavailable(f"PostgreSQL: {text}")
     return None

@@ -97,11 +97,16 @@ class Migration:
 
 MIGRATIONS_TABLE = "CREATE TABLE IF NOT EXISTS taptwice_migrations (name text NOT NULL PRIMARY KEY)"
 
+READ_COMMITTED: Mapping[Dialect, tuple[str, ...]] = {
+    "postgresql": ("SET TRANSACTION ISOLATION LEVEL READ COMMITTED",),
+    "sqlite": (),
+}
+"""Whatever the role's default: what is looked up after a wait is no older than its end."""
+
 MIGRATIONS_LOCK: Mapping[Dialect, tuple[str, ...]] = {
-    # READ COMMITTED whatever the role's default: what is looked up after the wait must not be older.
     # The number is "taptwice" in ASCII.
     "postgresql": (
-        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        *READ_COMMITTED["postgresql"],
         f"SELECT pg_advisory_xact_lock({int.from_bytes(b'taptwice', 'big')})",
     ),
     "sqlite": (),  # BEGIN IMMEDIATE is the lock

@@ -52,6 +52,85 @@ DELETE FROM taptwice_records WHERE ctid = ANY (ARRAY(
      LIMIT CAST(:batch AS integer) FOR UPDATE SKIP LOCKED))
 RETURNING 1;
 
+-- name: intent_make
+-- Write down an intent that is not sent yet. One that is there stays as it is.
+INSERT INTO taptwice_intents (name, key, made_at)
+SELECT CAST(:name AS text), CAST(:key AS text), coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp())
+ON CONFLICT (name) DO NOTHING;
+
+-- name: intent_remember
+-- The one write before the first byte: bind a name to its key and to the request, where that is not done yet. No
+-- row comes back when the intent was dropped. Waits 5 s at most for a transaction that is making the same intent:
+-- it may be the caller's own, on another connection, and would never end.
+INSERT INTO taptwice_intents (name, key, fingerprint, made_at, sent_at)
+SELECT CAST(:name AS text), CAST(:key AS text), CAST(:fingerprint AS bytea), moment, moment
+  FROM (SELECT coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp()) AS moment,
+               set_config('lock_timeout', '5s', true) AS patience) AS beginning
+ WHERE patience <> ''
+ON CONFLICT (name) DO UPDATE
+   SET sent_at = coalesce(taptwice_intents.sent_at, excluded.sent_at),
+       fingerprint = coalesce(taptwice_intents.fingerprint, excluded.fingerprint)
+ WHERE taptwice_intents.dropped_at IS NULL
+RETURNING name, key, fingerprint, CAST(extract(epoch FROM made_at) AS float8),
+       CAST(extract(epoch FROM sent_at) AS float8), CAST(extract(epoch FROM done_at) AS float8),
+       CAST(extract(epoch FROM dropped_at) AS float8), status, headers, body,
+       coalesce(CAST(:now AS float8), CAST(extract(epoch FROM clock_timestamp()) AS float8));
+
+-- name: intent_settle
+-- The one write after: keep the answer. The first one counts, and none to a key that was renewed meanwhile.
+UPDATE taptwice_intents
+   SET done_at = coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp()), dropped_at = NULL,
+       status = CAST(:status AS smallint), headers = CAST(:headers AS bytea), body = CAST(:body AS bytea)
+ WHERE name = CAST(:name AS text) AND key = CAST(:key AS text) AND done_at IS NULL;
+
+-- name: intent_drop
+-- Give up an intent that has no answer.
+UPDATE taptwice_intents SET dropped_at = coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp())
+ WHERE name = CAST(:name AS text) AND done_at IS NULL AND dropped_at IS NULL
+RETURNING 1;
+
+-- name: intent_renew
+-- A new key, for any request. Never for what has succeeded.
+UPDATE taptwice_intents
+   SET key = CAST(:key AS text), made_at = coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp()),
+       fingerprint = NULL, sent_at = NULL, done_at = NULL, dropped_at = NULL,
+       status = NULL, headers = NULL, body = NULL
+ WHERE name = CAST(:name AS text) AND (status IS NULL OR status >= 400)
+RETURNING 1;
+
+-- name: intent_look
+SELECT name, key, fingerprint, CAST(extract(epoch FROM made_at) AS float8),
+       CAST(extract(epoch FROM sent_at) AS float8), CAST(extract(epoch FROM done_at) AS float8),
+       CAST(extract(epoch FROM dropped_at) AS float8), status, headers, body,
+       coalesce(CAST(:now AS float8), CAST(extract(epoch FROM clock_timestamp()) AS float8))
+  FROM taptwice_intents WHERE name = CAST(:name AS text);
+
+-- name: intents_open
+-- Those that nobody has answered or given up, the oldest first.
+SELECT name, key, fingerprint, CAST(extract(epoch FROM made_at) AS float8),
+       CAST(extract(epoch FROM sent_at) AS float8), CAST(extract(epoch FROM done_at) AS float8),
+       CAST(extract(epoch FROM dropped_at) AS float8), status, headers, body,
+       coalesce(CAST(:now AS float8), CAST(extract(epoch FROM clock_timestamp()) AS float8))
+  FROM taptwice_intents WHERE done_at IS NULL AND dropped_at IS NULL
+ ORDER BY made_at LIMIT CAST(:batch AS integer);
+
+-- name: intents_all
+-- The newest first. No index serves this: it reads the whole table.
+SELECT name, key, fingerprint, CAST(extract(epoch FROM made_at) AS float8),
+       CAST(extract(epoch FROM sent_at) AS float8), CAST(extract(epoch FROM done_at) AS float8),
+       CAST(extract(epoch FROM dropped_at) AS float8), status, headers, body,
+       coalesce(CAST(:now AS float8), CAST(extract(epoch FROM clock_timestamp()) AS float8))
+  FROM taptwice_intents ORDER BY made_at DESC LIMIT CAST(:batch AS integer);
+
+-- name: intents_purge
+-- Forget one batch of those that ended longer ago than :window; one row comes back for each.
+DELETE FROM taptwice_intents WHERE name IN (
+    SELECT name FROM taptwice_intents
+     WHERE coalesce(done_at, dropped_at) < coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp())
+                                           - make_interval(secs => CAST(:window AS float8))
+     LIMIT CAST(:batch AS integer))
+RETURNING 1;
+
 -- name: applied
 -- The migrations that were applied.
 SELECT name FROM taptwice_migrations ORDER BY name;

@@ -51,6 +51,71 @@ DELETE FROM taptwice_records WHERE rowid IN (
      LIMIT :batch)
 RETURNING 1;
 
+-- name: intent_make
+-- Write down an intent that is not sent yet. One that is there stays as it is.
+INSERT INTO taptwice_intents (name, key, made_at)
+SELECT :name, :key, moment FROM (SELECT coalesce(:now, (julianday('now') - 2440587.5) * 86400.0) AS moment) WHERE 1
+ON CONFLICT (name) DO NOTHING;
+
+-- name: intent_remember
+-- The one write before the first byte: bind a name to its key and to the request, where that is not done yet. No
+-- row comes back when the intent was dropped.
+INSERT INTO taptwice_intents (name, key, fingerprint, made_at, sent_at)
+SELECT :name, :key, :fingerprint, moment, moment
+  FROM (SELECT coalesce(:now, (julianday('now') - 2440587.5) * 86400.0) AS moment) WHERE 1
+ON CONFLICT (name) DO UPDATE
+   SET sent_at = coalesce(taptwice_intents.sent_at, excluded.sent_at),
+       fingerprint = coalesce(taptwice_intents.fingerprint, excluded.fingerprint)
+ WHERE taptwice_intents.dropped_at IS NULL
+RETURNING name, key, fingerprint, made_at, sent_at, done_at, dropped_at, status, headers, body,
+       coalesce(:now, (julianday('now') - 2440587.5) * 86400.0);
+
+-- name: intent_settle
+-- The one write after: keep the answer. The first one counts, and none to a key that was renewed meanwhile.
+UPDATE taptwice_intents
+   SET done_at = coalesce(:now, (julianday('now') - 2440587.5) * 86400.0), dropped_at = NULL,
+       status = :status, headers = :headers, body = :body
+ WHERE name = :name AND key = :key AND done_at IS NULL;
+
+-- name: intent_drop
+-- Give up an intent that has no answer.
+UPDATE taptwice_intents SET dropped_at = coalesce(:now, (julianday('now') - 2440587.5) * 86400.0)
+ WHERE name = :name AND done_at IS NULL AND dropped_at IS NULL
+RETURNING 1;
+
+-- name: intent_renew
+-- A new key, for any request. Never for what has succeeded.
+UPDATE taptwice_intents
+   SET key = :key, made_at = coalesce(:now, (julianday('now') - 2440587.5) * 86400.0), fingerprint = NULL,
+       sent_at = NULL, done_at = NULL, dropped_at = NULL, status = NULL, headers = NULL, body = NULL
+ WHERE name = :name AND (status IS NULL OR status >= 400)
+RETURNING 1;
+
+-- name: intent_look
+SELECT name, key, fingerprint, made_at, sent_at, done_at, dropped_at, status, headers, body,
+       coalesce(:now, (julianday('now') - 2440587.5) * 86400.0)
+  FROM taptwice_intents WHERE name = :name;
+
+-- name: intents_open
+-- Those that nobody has answered or given up, the oldest first.
+SELECT name, key, fingerprint, made_at, sent_at, done_at, dropped_at, status, headers, body,
+       coalesce(:now, (julianday('now') - 2440587.5) * 86400.0)
+  FROM taptwice_intents WHERE done_at IS NULL AND dropped_at IS NULL ORDER BY made_at LIMIT :batch;
+
+-- name: intents_all
+-- The newest first. No index serves this: it reads the whole table.
+SELECT name, key, fingerprint, made_at, sent_at, done_at, dropped_at, status, headers, body,
+       coalesce(:now, (julianday('now') - 2440587.5) * 86400.0)
+  FROM taptwice_intents ORDER BY made_at DESC LIMIT :batch;
+
+-- name: intents_purge
+-- Forget one batch of those that ended longer ago than :window; one row comes back for each.
+DELETE FROM taptwice_intents WHERE name IN (
+    SELECT name FROM taptwice_intents
+     WHERE coalesce(done_at, dropped_at) < coalesce(:now, (julianday('now') - 2440587.5) * 86400.0) - :window
+     LIMIT :batch)
+RETURNING 1;
+
 -- name: applied
 -- The migrations that were applied.
 SELECT name FROM taptwice_migrations ORDER BY name;

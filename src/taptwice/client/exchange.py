@@ -1,0 +1,139 @@
+"""One attempt through httpx2 or httpx: send, head, whole body. Written once, for clients and transports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused, kin
+from taptwice.client.limits import AsyncWatchedBackend, Limit, WatchedBackend, watch
+from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
+from taptwice.client.plan import StopReason
+from taptwice.client.reports import attach
+from taptwice.client.shell import Going
+from taptwice.core.plan import Command, Plan
+from taptwice.errors import CircuitOpen, Misuse
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Command[Any]):
+    """Send the request; the reply is the response, its head complete and its body unread."""
+
+    request: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Command[Any]):
+    """Read the whole body; the reply is a response that holds it."""
+
+    response: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Command[None]):
+    """Close a response whose body is of no use any more."""
+
+    response: Any
+
+
+def library_of(thing: Any) -> ModuleType:
+    """httpx2 or httpx, whichever a client is of."""
+    for kind in type(thing).__mro__:
+        name = kind.__module__.partition(".")[0]
+        if name in ("httpx2", "httpx"):
+            return import_module(name)
+    raise Misuse(f"{type(thing).__name__} is no client of httpx2 or httpx")
+
+
+def prepare(lib: ModuleType, transport: Any) -> None:
+    """Watch a transport's connections, and see that it does not retry by itself."""
+    pool = getattr(transport, "_pool", None)
+    if getattr(pool, "_retries", 0):
+        raise Misuse("the transport below has retries=…: they would multiply with ours, so set it to 0")
+    core = import_module("httpcore2" if lib.__name__ == "httpx2" else "httpcore")
+    blocking = hasattr(transport, "handle_request")
+    watch(transport, core, WatchedBackend if blocking else AsyncWatchedBackend)
+
+
+def stamp(going: Going, limit: Limit, request: Any) -> None:
+    """Give a request this attempt's time limits, and tell the server of them."""
+    extensions = request.extensions
+    extensions["timeout"] = limit.timeouts(extensions.get("timeout") or {})
+    going.stamp(limit, request.headers)
+
+
+def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole: bool | None) -> Plan[Seen]:
+    """Make an attempt. `whole`: read a good answer's body too; None: if it says that it is small."""
+    response = None
+    stamp(going, limit, request)
+    try:
+        response = yield Send(request)
+        status: int = response.status_code
+        if whole or status >= 400 or (whole is None and _is_small(response)):
+            response = yield Read(response)
+        else:  # the caller reads on, under the whole call's limit
+            limit.end = going.call.end
+    except (lib.HTTPError, OSError) as error:
+        if response is not None:
+            yield Drop(response)
+        return of_error(error, response is not None, limit.wrote)
+    if status < 400:
+        return Seen(Outcome.PROCESSED, status, response)
+    return of_answer(
+        going.call.policy, response, status, response.headers.get, lambda: _content(lib, response)
+    )
+
+
+_SMALL = 1_048_576
+
+
+def _is_small(response: Any) -> bool:
+    length = response.headers.get("content-length", "")
+    return response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
+
+
+def _content(lib: ModuleType, response: Any) -> bytes:
+    """The body, decoded. What a transport hands on is not; a copy of it is."""
+    if not hasattr(response, "_content"):
+        response = lib.Response(response.status_code, headers=response.headers, stream=response.stream)
+    try:
+        content: bytes = response.read()
+    except lib.DecodingError:
+        return b""
+    return content
+
+
+_TYPED = {
+    "key-reused": KeyReused,
+    "key-missing": KeyRejected,
+    "key-invalid": KeyRejected,
+    "key-expired": KeyRejected,
+}
+
+
+def conclude(going: Going, lib: ModuleType, seen: Seen, request: Any, *, typed: bool) -> Any:
+    """Give the response back, or raise. `typed`: raise an answer that refuses the key as an error of ours."""
+    report = going.report(seen)
+    error: Exception | None = seen.error
+    if error is None:
+        response = seen.answer
+        response.extensions["taptwice"] = report
+        kind = _TYPED.get(seen.problem or "") if typed else None
+        if kind is None:
+            return response
+        error = kind(_detail(response), response)
+    elif isinstance(error, CircuitOpen):
+        error = kin(CircuitOpen, lib.TransportError)(error.retry_after, _request=request)
+    elif going.cut and report.stop_reason is StopReason.DEADLINE:
+        late = kin(DeadlineExceeded, lib.TimeoutException)(going.too_late(seen), _request=request)
+        attach(late, report)
+        raise late from error
+    attach(error, report)
+    raise error
+
+
+def _detail(response: Any) -> str | None:
+    detail = response.json().get("detail")
+    return detail if isinstance(detail, str) else None

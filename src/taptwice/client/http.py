@@ -1,0 +1,280 @@
+"""`Client` and `AsyncClient`: httpx2, or httpx, with keys, one deadline and retries that are safe.
+
+    client = Client("https://api.example.com", namespace="shop-prod")
+    response = client.post("/v1/payments", json=body, intent="checkout-4711")
+
+What a call did stands in ``report(response)``. Everything httpx2's own client takes goes through.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+
+from taptwice.client.calls import ClientCall
+from taptwice.client.errors import missing
+from taptwice.client.exchange import Drop, Read, Send, library_of, prepare
+from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
+from taptwice.client.limits import Limit
+from taptwice.client.outcome import Seen
+from taptwice.client.policy import DEFAULT, RetryPolicy
+from taptwice.client.reports import Listener
+from taptwice.client.world import REAL, World
+from taptwice.core.budget import RetryBudget
+from taptwice.core.plan import Command, arun, run
+from taptwice.errors import Misuse
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack
+
+    from httpx2 import Response
+
+    from taptwice.client.wish import Sent
+
+__all__ = ["AsyncClient", "Client"]
+
+Reply = TypeVar("Reply")
+
+
+class Options(TypedDict, total=False):
+    """What every call takes. The first four are ours, the others go to httpx2 as they are."""
+
+    intent: str
+    """The name of what is wanted; the key is made from it and the client's namespace."""
+    idempotency_key: str
+    """The key itself."""
+    deadline: float | None
+    """Seconds for this call, instead of the policy's."""
+    content: Any
+    """Bytes, text, a file (from where it stands), a function that makes the body, an iterable."""
+    data: Any
+    files: Any
+    json: Any
+    params: Any
+    headers: Any
+    cookies: Any
+    timeout: Any
+    """httpx2's own, for single reads and writes; the deadline holds beside it."""
+    extensions: Any
+    auth: Any
+    follow_redirects: bool
+
+
+class _Verbs(Generic[Reply]):
+    """The methods by their names; `request` is the blocking or the awaiting client's."""
+
+    def request(self, method: str, url: str, **options: Unpack[Options]) -> Reply:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        raise NotImplementedError
+
+    def get(self, url: str, **options: Unpack[Options]) -> Reply:
+        """GET."""
+        return self.request("GET", url, **options)
+
+    def head(self, url: str, **options: Unpack[Options]) -> Reply:
+        """HEAD."""
+        return self.request("HEAD", url, **options)
+
+    def options(self, url: str, **options: Unpack[Options]) -> Reply:
+        """OPTIONS."""
+        return self.request("OPTIONS", url, **options)
+
+    def put(self, url: str, **options: Unpack[Options]) -> Reply:
+        """PUT."""
+        return self.request("PUT", url, **options)
+
+    def delete(self, url: str, **options: Unpack[Options]) -> Reply:
+        """DELETE."""
+        return self.request("DELETE", url, **options)
+
+    def post(self, url: str, **options: Unpack[Options]) -> Reply:
+        """POST; it gets a key if it has none."""
+        return self.request("POST", url, **options)
+
+    def patch(self, url: str, **options: Unpack[Options]) -> Reply:
+        """PATCH; it gets a key if it has none."""
+        return self.request("PATCH", url, **options)
+
+
+class _Base(_Verbs[Reply]):
+    """What both clients are; they differ in how they wait."""
+
+    _awaiting: bool
+    _kind: str
+
+    def __init__(
+        self,
+        base_url: str = "",
+        *,
+        policy: RetryPolicy = DEFAULT,
+        namespace: str | None = None,
+        intents: Any = None,
+        budget: MakeBudget = RetryBudget,
+        breaker: MakeBreaker = None,
+        listeners: Sequence[Listener] = (),
+        world: World = REAL,
+        http: Any = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of httpx2's client; `http` is such a client made already (httpx's will do).
+
+        `namespace` says which application this is, and in which environment, for the keys of intents.
+        `intents` is an `IntentStore`, or for `AsyncClient` an `AsyncIntentStore`: it binds intents to their
+        requests, and keeps their answers.
+        `budget` and `breaker` make one for each origin that is called (``breaker=CircuitBreaker``); None is
+        for none.
+        """
+        if http is None:
+            try:
+                import httpx2
+            except ModuleNotFoundError:
+                raise missing("httpx2", "client") from None
+            settings.setdefault("timeout", None)  # the policy's limits are enough, and all hold
+            http = getattr(httpx2, self._kind)(base_url=base_url, **settings)
+        elif base_url or settings:
+            raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
+        self._http = http
+        self._lib = library_of(http)
+        for transport in (http._transport, *http._mounts.values()):
+            prepare(self._lib, transport)
+        self._policy = policy
+        self._namespace = namespace
+        if intents is not None and inspect.iscoroutinefunction(intents.fulfil) != self._awaiting:
+            wanted = "AsyncIntentStore" if self._awaiting else "IntentStore"
+            raise Misuse(f"intents={type(intents).__name__}(…): this client wants an {wanted}")
+        self._intents = intents
+        self._gates = Gates(budget, breaker)
+        self._listeners = listeners
+        self._world = world
+        self._single = False
+        if policy.key_header in http.headers:
+            raise Misuse(
+                f"{policy.key_header} stands in the client's headers: every call would send that key"
+            )
+
+    def with_options(self, *, namespace: str | None = None, **changes: Any) -> Self:
+        """A client with other settings of the policy, on the same connections, budgets and circuits."""
+        other = copy.copy(self)
+        other._policy = self._policy.replace(**changes)
+        other._namespace = namespace or self._namespace
+        return other
+
+    def single_attempt(self) -> Self:
+        """A client on the same connections that never retries: for calls inside a retry loop of your own."""
+        other = copy.copy(self)
+        other._single = True
+        return other
+
+
+class Client(_Base["Response"]):
+    """A blocking client; threads may share it."""
+
+    _awaiting = False
+    _kind = "Client"
+
+    def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        response: Response = self._make(ClientCall(self, method, url, options, whole=True))
+        return response
+
+    @contextmanager
+    def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
+        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        response: Response = self._make(ClientCall(self, method, url, options, whole=False))
+        try:
+            yield response
+        finally:
+            response.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self, going: ClientCall) -> Any:
+        def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return going.send(request)
+                case Read(response):
+                    response.read()
+                    return response
+                case Drop(response):
+                    response.close()
+            return None
+
+        def once(limit: Limit) -> Seen:
+            return run(going.attempt(limit), execute)
+
+        if going.wish is None:
+            return going.conclude(going.run(once))
+        found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        return found.response if hasattr(found, "response") else going.remembered(found)
+
+
+class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
+    """An awaiting client, on asyncio or trio."""
+
+    _awaiting = True
+    _kind = "AsyncClient"
+
+    async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
+        """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
+        response: Response = await self._make(ClientCall(self, method, url, options, whole=True))
+        return response
+
+    @asynccontextmanager
+    async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
+        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        response: Response = await self._make(ClientCall(self, method, url, options, whole=False))
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _make(self, going: ClientCall) -> Any:
+        async def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return await going.send(request)
+                case Read(response):
+                    await response.aread()
+                    return response
+                case Drop(response):
+                    await response.aclose()
+            return None
+
+        async def once(limit: Limit) -> Seen:
+            return await arun(going.attempt(limit), execute)
+
+        if going.wish is None:
+            return going.conclude(await going.arun(once))
+
+        async def send(key: str) -> Sent[Any]:
+            return going.sent(await going.under(key).arun(once))
+
+        found = await self._intents.fulfil(going.wish, send)
+        return found.response if hasattr(found, "response") else going.remembered(found)

@@ -1,0 +1,248 @@
+"""Time limits that hold: a timeout that knows its end, and the stream that looks at it at every read.
+
+HTTP libraries take a timeout for each read, so a server that sends one byte a second is never too slow for
+them. `Until` is such a timeout, an ordinary float to whoever does not know it; it also carries the moment
+at which all must be over. Libraries hand timeouts down to the stream unread, and there `Watched` asks what
+is left, before every connect, read and write. So one deadline covers the whole exchange, blocking code
+needs no thread for it, and awaiting code no timer.
+
+The same stream sees whether anything was written. A connection that was begun without a byte written is the
+proof that nothing was sent; no exception's name is.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+FOREVER = 1_000_000.0
+"""Seconds. Larger timeouts do not fit into what the operating system takes."""
+
+PHASES = ("connect", "read", "write", "pool")
+_PIECE = 65536
+
+
+class Limit:
+    """One attempt's end, and what was seen of it on the wire."""
+
+    __slots__ = ("clock", "end", "wrote")
+
+    def __init__(self, end: float, clock: Callable[[], float]) -> None:
+        self.end = end
+        """Monotonic seconds. May be moved while a stream is read, and holds from then on."""
+        self.clock = clock
+        self.wrote: bool | None = None
+        """False: a connection was begun, and nothing written. None: nothing was seen at all."""
+
+    def left(self) -> float:
+        """Seconds, 0 or less when it is over."""
+        return self.end - self.clock()
+
+    def timeouts(self, given: Mapping[str, float | None]) -> dict[str, Until]:
+        """The timeouts that httpcore takes, ending with this limit; `given` are its caller's, in seconds."""
+        phases = [given.get(phase) for phase in PHASES]
+        first = phases[0]
+        if phases.count(first) == len(phases):  # the usual case, and this is done for every attempt
+            return dict.fromkeys(PHASES, self.until(first))
+        return {phase: self.until(seconds) for phase, seconds in zip(PHASES, phases, strict=True)}
+
+    def until(self, seconds: float | None = None) -> Until:
+        """A timeout of so many seconds, for a library; it ends with this limit."""
+        phase = FOREVER if seconds is None else seconds.phase if isinstance(seconds, Until) else seconds
+        end = self.end - self.clock()
+        until = Until(phase if phase < end else end if end > 0.001 else 0.001)
+        until.limit = self
+        until.phase = phase
+        return until
+
+    def connecting(self) -> None:
+        """A connection is begun."""
+        if self.wrote is None:
+            self.wrote = False
+
+
+class Until(float):
+    """A timeout in seconds that knows its `limit`."""
+
+    __slots__ = ("limit", "phase")
+    limit: Limit
+    phase: float
+    """What the caller allows for a single read, write or connect."""
+
+    def left(self) -> float:
+        """Seconds for the next operation, 0 or less when the limit is over."""
+        seconds = self.limit.end - self.limit.clock()
+        return self.phase if self.phase < seconds else seconds
+
+
+def left(timeout: float | None, too_late: type[Exception]) -> float | None:
+    """What to give an operation that was given `timeout`. Raises `too_late` when its end has passed."""
+    if not isinstance(timeout, Until):
+        return timeout
+    seconds = timeout.left()
+    if seconds <= 0:
+        raise too_late("the time limit of this attempt is over")
+    return seconds
+
+
+def watch(transport: Any, core: Any, backend: type[Any]) -> None:
+    """Let a transport of httpx or httpx2 make its connections through a `backend` of this module.
+
+    `core` is httpcore or httpcore2. A transport without a connection pool (a mock, ASGI) is left alone:
+    there is no wire to watch, and exceptions decide.
+    """
+    pool: Any = getattr(transport, "_pool", None)
+    inner = getattr(pool, "_network_backend", None)
+    if inner is not None and not isinstance(inner, WatchedBackend | AsyncWatchedBackend):
+        pool._network_backend = backend(inner, core)
+
+
+class WatchedBackend:
+    """Connects for httpcore, within what is left."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> Watched:
+        if not isinstance(timeout, Until):
+            made = self._inner.connect_tcp(host, port, timeout, local_address, socket_options)
+            return Watched(made, self._core)
+        timeout.limit.connecting()
+        # The library gives each address of a host the whole timeout; here they share it.
+        try:
+            found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
+        except (OSError, UnicodeError):
+            addresses = [host]  # it will fail there too, and say so in the library's words
+        failure: Exception | None = None
+        for place, address in enumerate(addresses):
+            seconds = left(timeout, self._core.ConnectTimeout)
+            share = None if seconds is None else seconds / (len(addresses) - place)
+            try:
+                made = self._inner.connect_tcp(address, port, share, local_address, socket_options)
+                return Watched(made, self._core)
+            except (self._core.ConnectError, self._core.ConnectTimeout) as error:
+                failure = failure or error
+        raise failure or self._core.ConnectError(f"no address for {host}")
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
+    ) -> Watched:
+        if isinstance(timeout, Until):
+            timeout.limit.connecting()
+        seconds = left(timeout, self._core.ConnectTimeout)
+        return Watched(self._inner.connect_unix_socket(path, seconds, socket_options), self._core)
+
+    def sleep(self, seconds: float) -> None:
+        self._inner.sleep(seconds)
+
+
+class Watched:
+    """A stream of httpcore's that looks at the clock before it does anything."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data: bytes = self._inner.read(max_bytes, left(timeout, self._core.ReadTimeout))
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # In pieces: what is below asks for a timeout once, and may then need many for a large buffer.
+        if len(buffer) <= _PIECE:
+            self._write(buffer, timeout)
+            return
+        view = memoryview(buffer)
+        for start in range(0, len(view), _PIECE):
+            self._write(view[start : start + _PIECE], timeout)
+
+    def _write(self, buffer: Any, timeout: float | None) -> None:
+        seconds = left(timeout, self._core.WriteTimeout)
+        if isinstance(timeout, Until):
+            timeout.limit.wrote = True
+        self._inner.write(buffer, seconds)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> Watched:
+        seconds = left(timeout, self._core.ConnectTimeout)
+        return Watched(self._inner.start_tls(ssl_context, server_hostname, seconds), self._core)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class AsyncWatchedBackend:
+    """Connects for httpcore, within what is left; what is below has one timeout for all addresses."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> AsyncWatched:
+        if isinstance(timeout, Until):
+            timeout.limit.connecting()
+        seconds = left(timeout, self._core.ConnectTimeout)
+        made = await self._inner.connect_tcp(host, port, seconds, local_address, socket_options)
+        return AsyncWatched(made, self._core)
+
+    async def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
+    ) -> AsyncWatched:
+        if isinstance(timeout, Until):
+            timeout.limit.connecting()
+        seconds = left(timeout, self._core.ConnectTimeout)
+        return AsyncWatched(await self._inner.connect_unix_socket(path, seconds, socket_options), self._core)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._inner.sleep(seconds)
+
+
+class AsyncWatched:
+    """The awaiting twin of `Watched`."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data: bytes = await self._inner.read(max_bytes, left(timeout, self._core.ReadTimeout))
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        seconds = left(timeout, self._core.WriteTimeout)
+        if isinstance(timeout, Until) and buffer:
+            timeout.limit.wrote = True
+        await self._inner.write(buffer, seconds)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> AsyncWatched:
+        seconds = left(timeout, self._core.ConnectTimeout)
+        return AsyncWatched(await self._inner.start_tls(ssl_context, server_hostname, seconds), self._core)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)

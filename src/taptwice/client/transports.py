@@ -1,0 +1,147 @@
+"""A transport that retries, beneath a client of httpx2 or httpx that one has already.
+
+What a transport does not know: whether its caller streams the answer, and where a request's body came from.
+So it reads an answer's body, and repeats the call if the body breaks, only if the answer says that it is
+small; a body of unknown length is handed on unread, since an event stream looks the same. A request asks
+for it all the same by ``extensions={"taptwice": {"whole": True}}``. It sends again only bodies that are
+bytes in memory: files and generators can be read once by the time they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, prepare
+from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
+from taptwice.client.keys import new_key
+from taptwice.client.plan import Call
+from taptwice.client.policy import DEFAULT, RetryPolicy
+from taptwice.client.reports import Listener
+from taptwice.client.shell import Going
+from taptwice.client.world import REAL, World
+from taptwice.core.budget import RetryBudget
+from taptwice.core.header import format_key
+from taptwice.core.plan import Command, arun, run
+
+__all__ = ["AwaitingTransport", "BlockingTransport"]
+
+
+class _Transport:
+    _lib: ModuleType
+    _default: str
+
+    def __init__(
+        self,
+        policy: RetryPolicy = DEFAULT,
+        *,
+        wrapping: Any = None,
+        budget: MakeBudget = RetryBudget,
+        breaker: MakeBreaker = None,
+        listeners: Sequence[Listener] = (),
+        world: World = REAL,
+    ) -> None:
+        """`wrapping` is the transport below, a new one by default.
+
+        A client with ``transport=…`` ignores its own `verify`, `cert`, `http2`, `limits` and the proxies of
+        the environment: give them to the transport below.
+        """
+        self._wrapped = getattr(self._lib, self._default)() if wrapping is None else wrapping
+        prepare(self._lib, self._wrapped)
+        self._policy = policy
+        self._gates = Gates(budget, breaker)
+        self._listeners = listeners
+        self._world = world
+
+    def _going(self, request: Any) -> Going:
+        policy = self._policy
+        key = request.headers.get(policy.key_header)
+        if key is None and policy.auto_key and request.method in ("POST", "PATCH"):
+            key = new_key()
+            request.headers[policy.key_header] = format_key(key, policy.key_quoting == "sf-string")
+        call = Call(
+            policy,
+            self._world.clock(),
+            method=request.method,
+            key=key,
+            replayable=isinstance(request.stream, self._lib.ByteStream),
+        )
+        origin = f"{request.url.scheme}://{request.url.netloc.decode('ascii')}"
+        return Going(call, self._gates[origin], self._world, self._listeners, origin)
+
+    def _whole(self, request: Any) -> bool | None:
+        return True if request.extensions.get("taptwice", {}).get("whole") else None
+
+    def _kept(self, response: Any, body: bytes) -> Any:
+        """The same response with its body in memory, still encoded as it came."""
+        return self._lib.Response(
+            response.status_code,
+            headers=response.headers.raw,
+            stream=self._lib.ByteStream(body),
+            extensions=response.extensions,
+        )
+
+
+class BlockingTransport(_Transport):
+    """What `RetryTransport` of both libraries is."""
+
+    _default = "HTTPTransport"
+
+    def handle_request(self, request: Any) -> Any:
+        """Make one call of the client's."""
+        going, whole = self._going(request), self._whole(request)
+
+        def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return self._wrapped.handle_request(request)
+                case Read(response):
+                    try:
+                        return self._kept(response, b"".join(response.stream))
+                    finally:
+                        response.close()
+                case Drop(response):
+                    response.close()
+            return None
+
+        def once(limit: Any) -> Any:
+            return run(attempt(going, self._lib, request, limit=limit, whole=whole), execute)
+
+        return conclude(going, self._lib, going.run(once), request, typed=False)
+
+    def close(self) -> None:
+        """Close the transport below."""
+        self._wrapped.close()
+
+
+class AwaitingTransport(_Transport):
+    """What `AsyncRetryTransport` of both libraries is."""
+
+    _default = "AsyncHTTPTransport"
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Make one call of the client's."""
+        going, whole = self._going(request), self._whole(request)
+
+        async def execute(command: Command[Any]) -> Any:
+            match command:
+                case Send(request):
+                    return await self._wrapped.handle_async_request(request)
+                case Read(response):
+                    try:
+                        return self._kept(response, b"".join([part async for part in response.stream]))
+                    finally:
+                        await response.aclose()
+                case Drop(response):
+                    await response.aclose()
+            return None
+
+        async def once(limit: Any) -> Any:
+            return await arun(attempt(going, self._lib, request, limit=limit, whole=whole), execute)
+
+        return conclude(going, self._lib, await going.arun(once), request, typed=False)
+
+    async def aclose(self) -> None:
+        """Close the transport below."""
+        await self._wrapped.aclose()
