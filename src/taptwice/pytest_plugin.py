@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sent_once: with --taptwice-twice, this test's requests are sent once")
     if fixture := config.getoption("--taptwice-twice"):
         seed = config.getoption("--taptwice-seed") or str(random.randrange(10**6))
+        config.option.taptwice_seed = seed  # xdist's workers draw none of their own
         config.pluginmanager.register(_Twice(fixture, seed, config.getini("taptwice_skip")), FIXTURE)
 
 
@@ -74,11 +75,22 @@ class _Twice:
             fixturedef.addfinalizer(double(value, self._doubling))
         return value
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's workers
+            output[FIXTURE] = (self._doubling.sent_twice, self._doubling.at_once)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        sent_twice, at_once = getattr(node, "workeroutput", {}).get(FIXTURE, (0, 0))
+        self._doubling.sent_twice += sent_twice
+        self._doubling.at_once += at_once
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         done = self._doubling
         terminalreporter.write_line(
             f"taptwice: {done.sent_twice} requests were sent twice, {done.at_once} of them at once "
-            f"(--taptwice-seed={self._seed})"
+            f"(--taptwice-seed={self._seed})",
+            yellow=not done.sent_twice,
         )
 
 

@@ -104,14 +104,14 @@ def flask_shop(folder: pathlib.Path) -> Shop:
     return shop
 
 
-def fastapi_shop(folder: pathlib.Path) -> Shop:
+def fastapi_shop(folder: pathlib.Path, **policy: Any) -> Shop:
     """POST /charges and what stands under /wallets is good; PUT and GET below /notes break their promise."""
     connect = database(folder)
     once = once_fastapi.Idempotency(lambda: aiosqlite.connect(folder / "shop.db"), account=lambda: "acct")
     router = APIRouter(route_class=once_fastapi.IdempotentRoute)
     shop = Shop(FastAPI(openapi_url=None), once, connect)
 
-    @router.post("/charges", status_code=201, dependencies=[once.keyed()])
+    @router.post("/charges", status_code=201, dependencies=[once.keyed(**policy)])
     async def charge(
         request: Request,
         response: Response,
@@ -163,31 +163,41 @@ CHECKS = (
 )
 
 
-def check_then_insert(folder: pathlib.Path, at_once: int) -> Shop:
+def check_then_insert(folder: pathlib.Path, at_once: int, racing_from: int = 2) -> Shop:
     """What many write by hand: look for the key, and where it is not there, do the work and insert it.
 
-    Its race is not left to luck: under the second key all requests have looked before one of them goes on.
+    Its race is not left to luck. From the second key on, or a later one, all requests have looked before
+    one of them goes on; under the keys before that they take turns.
     """
     connect = database(folder)
     app = Flask(__name__)
     shop = Shop(app, None, connect)
     meeting = threading.Barrier(at_once)
-    first_key: list[str] = []
+    alone = threading.Lock()
+    keys: list[str] = []
     with contextlib.closing(connect()) as made:
         made.execute(CHECKS[0])
 
     @app.post("/charges")
     def charge() -> Any:
-        key, body = flask_request.headers["Idempotency-Key"], flask_request.get_data()
+        key = flask_request.headers["Idempotency-Key"]
+        with alone:
+            if key not in keys:
+                keys.append(key)
+        if keys.index(key) + 1 >= racing_from:
+            return checked_and_inserted(key, meeting.wait)
+        with alone:
+            return checked_and_inserted(key, lambda timeout: None)
+
+    def checked_and_inserted(key: str, wait: Callable[[float], Any]) -> Any:
+        body = flask_request.get_data()
         with contextlib.closing(connect()) as connection:
             found = connection.execute(CHECKS[1], [key]).fetchone()
         if found is not None and found[0] != body:
             return {"type": "urn:x/key-reused"}, 422, {"Content-Type": "application/problem+json"}
         if found is not None:
             return json.loads(found[1]), 201, {"Idempotent-Replayed": "true"}
-        first_key.append(key)
-        if key != first_key[0]:
-            meeting.wait(30)
+        wait(30)
         with contextlib.closing(connect()) as connection, connection:
             [row] = connection.execute(CHARGE, [flask_request.get_json()["cents"]]).fetchall()
             answer = {"charge_id": row[0]}

@@ -24,7 +24,7 @@ from taptwice import sql
 from taptwice.errors import Misuse
 from taptwice.faults import Kind
 from taptwice.http import fastapi as once_fastapi
-from taptwice.testing import Effects, assert_crash_safe, bound_to
+from taptwice.testing import Effects, assert_crash_safe, assert_once, bound_to
 from tests.testing.shops import Shop, fastapi_shop, flask_shop
 
 CHARGE: dict[str, Any] = {"json": {"cents": 100}}
@@ -142,6 +142,7 @@ async def test_sessions_on_postgresql(fresh_postgres: str, database: str) -> Non
     transport = httpx2.ASGITransport(shop.app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://shop") as client:
         counted = Effects(shop.connect, "charges")
+        await assert_once(client, "POST", "/charges", effects=counted)
         await assert_crash_safe(client, "POST", "/charges", once=shop.once, effects=counted)
     engine = shop.once.origin.kw["bind"]
     disposed = engine.dispose()

@@ -88,5 +88,5 @@ def test_what_cannot_be_counted(tmp_path: pathlib.Path) -> None:
         Effects(connect, "DROP TABLE charges")
     with pytest.raises(Misuse, match="something to count"):
         Effects(connect)
-    with pytest.raises(sqlite3.OperationalError, match="no such table: nothing"):
-        Effects(connect, "nothing")()
+    with pytest.raises(sqlite3.OperationalError, match="no such table: absent"):
+        Effects(connect, "absent")()

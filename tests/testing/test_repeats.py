@@ -12,6 +12,8 @@ import pytest
 from flask import request
 from starlette.testclient import TestClient
 
+from taptwice.core.header import KeySyntax
+from taptwice.core.policy import Policy
 from taptwice.errors import Misuse
 from taptwice.testing import Effects, assert_once
 from tests.testing.shops import Shop, check_then_insert, fastapi_shop, flask_shop
@@ -34,21 +36,21 @@ def test_flask(tmp_path: pathlib.Path) -> None:
     with shop.app.test_client() as client:
         answer = assert_once(client, "POST", "/charges", effects=effects(shop), **CHARGE)
     assert (answer.status_code, answer.get_json()) == (201, {"charge_id": 1})
-    assert rows(shop) == 2, "one in turn, one of those at once"
+    assert rows(shop) == 11, "one in turn, and one in each round of five at once"
 
 
 def test_wsgi_over_httpx(tmp_path: pathlib.Path) -> None:
     shop = flask_shop(tmp_path)
     with httpx2.Client(transport=httpx2.WSGITransport(shop.app), base_url="http://shop") as client:
         answer = assert_once(client, "POST", "/charges", effects=effects(shop), **CHARGE)
-    assert (answer.status_code, rows(shop)) == (201, 2)
+    assert (answer.status_code, rows(shop)) == (201, 11)
 
 
 def test_starlettes_client(tmp_path: pathlib.Path) -> None:
     shop = fastapi_shop(tmp_path)
     with TestClient(shop.app) as client:
         answer = assert_once(client, "POST", "/v1/charges", effects=effects(shop), **CHARGE)
-    assert (answer.status_code, rows(shop)) == (201, 2)
+    assert (answer.status_code, rows(shop)) == (201, 11)
 
 
 async def test_a_client_that_awaits(tmp_path: pathlib.Path) -> None:
@@ -56,8 +58,8 @@ async def test_a_client_that_awaits(tmp_path: pathlib.Path) -> None:
     transport = httpx2.ASGITransport(shop.app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://shop/v1") as client:
         counted = effects(shop)
-        answer = await assert_once(client, "POST", "/charges", effects=counted, at_once=9, **CHARGE)
-    assert (answer.status_code, rows(shop)) == (201, 2)
+        answer = await assert_once(client, "POST", "/charges", effects=counted, at_once=9, rounds=2, **CHARGE)
+    assert (answer.status_code, rows(shop)) == (201, 3)
 
 
 def test_a_check_before_the_insert_passes_in_turn_and_fails_at_once(tmp_path: pathlib.Path) -> None:
@@ -77,6 +79,58 @@ def test_and_at_once_it_says_how_often_it_happened(tmp_path: pathlib.Path) -> No
     assert "effect: expected charges: 1 row added; SELECT sum(cents) FROM charges: +100, found " in text
     assert "found charges: 5 rows added; SELECT sum(cents) FROM charges: +500" in text
     assert "sent again" not in text, "in turn nothing is wrong"
+
+
+def test_a_race_that_shows_later(tmp_path: pathlib.Path) -> None:
+    """It is a matter of luck, here of the third round."""
+    for rounds, found in ((2, False), (3, True)):
+        folder = tmp_path / str(rounds)
+        folder.mkdir()
+        shop = check_then_insert(folder, at_once=5, racing_from=4)
+        outcome = pytest.raises(AssertionError, match="5 at once") if found else contextlib.nullcontext()
+        with outcome:
+            client = shop.app.test_client()
+            assert_once(client, "POST", "/charges", effects=effects(shop), rounds=rounds, **CHARGE)
+        assert rows(shop) == (1 + 2 + 5 if found else 1 + 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wait": 0},  # whoever is told 409 at once asks again
+        {"key": KeySyntax(strict=True)},
+        {"key": KeySyntax(names=("X-Request-Key", "Idempotency-Key"))},
+        {"key_pointer": "/meta/key"},
+        {"status": {"key-reused": 400}},
+        {"replay_header": "X-Again", "replay_allow": ("Location",)},
+    ],
+    ids=str,
+)
+async def test_each_policy(tmp_path: pathlib.Path, changes: dict[str, Any]) -> None:
+    shop = fastapi_shop(tmp_path, **changes)
+    policy = Policy(**changes)
+    transport = httpx2.ASGITransport(shop.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://shop/v1") as client:
+        counted = effects(shop)
+        await assert_once(client, "POST", "/charges", effects=counted, policy=policy, **CHARGE)
+        if changes.keys() & {"status", "replay_header", "key_pointer"}:
+            with pytest.raises(AssertionError):
+                await assert_once(client, "POST", "/charges", effects=counted, **CHARGE)
+
+
+def test_headers_that_are_saved(tmp_path: pathlib.Path) -> None:
+    """A replay with another Location is found; one with another Date is what it must be."""
+    shop = flask_shop(tmp_path)
+    numbers = iter(range(1000))
+
+    def moved(response: Any) -> Any:
+        response.headers["Location"] = response.headers["X-Number"] = f"/{next(numbers)}"
+        return response
+
+    shop.app.after_request(moved)
+    with pytest.raises(AssertionError) as failed:
+        assert_once(shop.app.test_client(), "POST", "/charges", effects=effects(shop), at_once=1, **CHARGE)
+    assert str(failed.value).endswith("sent again: location: expected '/0', found '/1'")
 
 
 def test_what_is_not_keyed_at_all(tmp_path: pathlib.Path) -> None:

@@ -11,11 +11,10 @@ import asyncio
 import copy
 import functools
 import inspect
-import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,9 +25,6 @@ from taptwice.testing.calls import Call, Outcome, answer_of, answered
 from taptwice.testing.effects import Counting, Reading, reading_of
 
 Response = TypeVar("Response", covariant=True)
-
-SWITCH_S = 1e-5
-"""How often threads take turns while they send at once: a race that is rare otherwise is to be seen."""
 
 
 class Requesting(Protocol[Response]):
@@ -156,7 +152,7 @@ class BlockingSender:
             barrier.wait()
             return self._outcome(request, call)
 
-        with _switching_often(), ThreadPoolExecutor(len(calls)) as threads:
+        with ThreadPoolExecutor(len(calls)) as threads:
             return tuple(threads.map(one, calls))
 
     def _apart(self) -> Callable[..., Any]:
@@ -204,13 +200,3 @@ def _arguments(client: Any, call: Call) -> Iterable[str]:
 
 def _options(client: Any, call: Call) -> Mapping[str, Any]:
     return call.options if method_of(client) == "request" else {**call.options, "method": call.method}
-
-
-@contextmanager
-def _switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
