@@ -205,3 +205,37 @@ def check_then_insert(folder: pathlib.Path, at_once: int, racing_from: int = 2) 
         return answer, 201
 
     return shop
+
+
+def by_hand(folder: pathlib.Path, defect: str = "") -> Shop:
+    """Idempotency as one can write it for one process, under a lock, and good; or with one defect."""
+    connect = database(folder)
+    app = Flask(__name__)
+    alone = threading.Lock()
+    saved: dict[str, tuple[bytes, int, Any]] = {}
+    times: dict[str, int] = {}
+
+    def charge() -> int:
+        with contextlib.closing(connect()) as connection, connection:
+            [row] = connection.execute(CHARGE, [1]).fetchall()
+        return int(row[0])
+
+    @app.post("/charges")
+    def charges() -> Any:
+        key, body = flask_request.headers["Idempotency-Key"], flask_request.get_data()
+        with alone:
+            times[key] = times.get(key, 0) + 1
+            if key in saved and saved[key][0] != body:
+                if defect == "works and refuses":
+                    charge()
+                return {"type": "urn:x/key-reused"}, 422, {"Content-Type": "application/problem+json"}
+            if key in saved:
+                _, status, answer = saved[key]
+                if defect == "another body" or (defect == "another body the fifth time" and times[key] == 5):
+                    answer = {"charge_id": -1}
+                return answer, status, {"Idempotent-Replayed": "true"}
+            status = 200 if defect == "another status the second time" and saved else 201
+            saved[key] = body, status, {"charge_id": charge()}
+            return saved[key][2], status, {"Idempotent-Replayed": "true"} if defect == "marked" else {}
+
+    return Shop(app, None, connect)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pathlib
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import psycopg
 import pytest
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
+from flask import request
 from psycopg_pool import ConnectionPool
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -179,6 +182,63 @@ def test_a_mail_from_inside_the_handler_is_found(tmp_path: pathlib.Path) -> None
     assert text.startswith("POST /mails does not survive:\n  ")
     assert "crash before commit" in text
     assert "effect: expected effects: +1, found effects: +2" in text
+
+
+@pytest.mark.parametrize(
+    ("defect", "found"),
+    [
+        ("a lock that is not given back", "crash before begin (command 1): the retry failed: 500 "),
+        ("says yes to what failed", "the retry, after an answer: status: expected 202, found 201 "),
+        ("another body each time", "the second retry: body: expected b'201 2', found b'201 3'"),
+        ("raises the third time", "the second retry failed: ZeroDivisionError()"),
+    ],
+)
+def test_each_defect(tmp_path: pathlib.Path, defect: str, found: str) -> None:
+    """What stands around the handler can break what a retry relies on."""
+    shop = flask_shop(tmp_path)
+    busy: set[str] = set()
+    times: Counter[str] = Counter()
+
+    def key() -> str:
+        return request.headers["Idempotency-Key"]
+
+    def before() -> Any:
+        times[key()] += 1
+        if defect == "raises the third time" and times[key()] == 3:
+            raise ZeroDivisionError
+        if defect == "a lock that is not given back" and key() in busy:
+            return {"error": "busy"}, 500
+        busy.add(key())
+        return None
+
+    def after(response: Any) -> Any:
+        busy.discard(key())
+        if defect == "says yes to what failed" and response.status_code == 503:
+            response.status_code = 202
+        if defect == "another body each time":
+            response.data = f"{response.status_code} {times[key()]}"
+        return response
+
+    shop.app.before_request(before)
+    shop.app.after_request(after)
+    shop.app.testing = defect == "raises the third time"
+    with pytest.raises(AssertionError) as failed:
+        assert_crash_safe(
+            shop.app.test_client(), "POST", "/charges", once=shop.once, effects=effects(shop), **CHARGE
+        )
+    assert found in str(failed.value)
+
+
+async def test_a_dead_process_says_nothing_more(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The edge gives its connection back in a task of which nobody would fetch a second crash."""
+    shop = fastapi_shop(tmp_path)
+    transport = httpx2.ASGITransport(shop.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://shop/v1") as client:
+        await assert_crash_safe(client, "POST", "/charges", once=shop.once, effects=effects(shop), **CHARGE)
+    gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
 
 def test_a_route_that_takes_no_key(tmp_path: pathlib.Path) -> None:

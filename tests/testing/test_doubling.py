@@ -6,14 +6,19 @@ import contextlib
 import pathlib
 import threading
 from collections import Counter
+from random import Random
 from typing import Any
 
 import httpx2
 import pytest
 from starlette.testclient import TestClient
 
+from taptwice.core.plan import run
+from taptwice.core.policy import Policy
 from taptwice.testing import twice
-from tests.testing.shops import Shop, fastapi_shop, flask_shop
+from taptwice.testing.calls import Answer, Call
+from taptwice.testing.doubling import Doubling
+from tests.testing.shops import Shop, by_hand, fastapi_shop, flask_shop
 
 CHARGE: dict[str, Any] = {"json": {"cents": 100}}
 
@@ -147,3 +152,69 @@ def test_redirects_that_are_followed(tmp_path: pathlib.Path) -> None:
     with twice(client) as doubled:
         answer = client.post("/form", follow_redirects=True)
     assert (answer.get_json(), doubled.sent_twice) == ({"charges": 1}, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "again", "found"),
+    [
+        ("POST", 200, 500, "carried out twice: the second answer, 500 "),
+        ("POST", 404, 500, "status: expected 404, found 500 "),
+        ("PUT", 200, 500, "the first answer 200 b'1', the second 500 b'2'"),
+        ("DELETE", 204, 404, None),
+        ("PATCH", 404, 404, None),
+    ],
+)
+def test_two_answers(tmp_path: pathlib.Path, method: str, first: int, again: int, found: str | None) -> None:
+    shop = flask_shop(tmp_path)
+    statuses = [first, again]
+    numbered = lambda: (str(3 - len(statuses)), statuses.pop(0))  # noqa: E731
+    shop.app.add_url_rule("/x", "x", numbered, methods=[method])
+    client = shop.app.test_client()
+    with twice(client, seed=2):  # whose first request is sent in turn
+        if found is None:
+            assert client.open("/x", method=method).status_code == first
+        else:
+            with pytest.raises(AssertionError) as failed:
+                client.open("/x", method=method)
+            assert found in str(failed.value)
+    assert not statuses
+
+
+def test_another_body_the_second_time(tmp_path: pathlib.Path) -> None:
+    client = by_hand(tmp_path, "another body").app.test_client()
+    with (
+        twice(client),
+        pytest.raises(AssertionError, match=r'sent twice:\n  body: expected b\'.*"charge_id":1'),
+    ):
+        client.post("/charges", **CHARGE)
+
+
+async def test_a_service_that_does_not_wait(tmp_path: pathlib.Path) -> None:
+    """Of two at once one is told 409, and asks again when the other has its answer."""
+    shop = fastapi_shop(tmp_path, wait=0)
+    transport = httpx2.ASGITransport(shop.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://shop/v1") as client:
+        with twice(client, seed=5, policy=Policy(wait=0)) as doubled:
+            for number in range(1, 9):
+                assert (await client.post("/charges", **CHARGE)).json() == {"charge_id": number}
+    assert doubled.at_once
+
+
+def test_whichever_of_the_two_came_first() -> None:
+    """The plan alone: each order of a 409, a replay and the answer that was carried out."""
+    problem = Answer(409, (("Content-Type", "application/problem+json"),), b'{"type": "x/in-progress"}', None)
+    done = Answer(201, (), b"1", "done")
+    replay = Answer(201, (("Idempotent-Replayed", "true"),), b"1", "replay")
+    for answers in ([done, problem], [problem, done], [done, replay], [replay, done]):
+        doubling = Doubling(Random(5), Policy(), [])
+        doubling.random.random = lambda: 0.0  # type: ignore[method-assign]  # at once
+        sent: list[Any] = []
+
+        def execute(command: Any, answers: list[Answer] = answers, sent: list[Any] = sent) -> Any:
+            sent.append(command)
+            return tuple(answers) if len(sent) == 1 else (replay,)
+
+        outcome = run(doubling.plan(Call("POST", "/charges")), execute)
+        assert isinstance(outcome, Answer)
+        assert outcome.response == "done"
+        assert len(sent) == 1 + (problem in answers)

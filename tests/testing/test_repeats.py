@@ -16,7 +16,7 @@ from taptwice.core.header import KeySyntax
 from taptwice.core.policy import Policy
 from taptwice.errors import Misuse
 from taptwice.testing import Effects, assert_once
-from tests.testing.shops import Shop, check_then_insert, fastapi_shop, flask_shop
+from tests.testing.shops import Shop, by_hand, check_then_insert, fastapi_shop, flask_shop
 
 CHARGE: dict[str, Any] = {"json": {"cents": 100, "note": "x"}}
 
@@ -131,6 +131,34 @@ def test_headers_that_are_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(AssertionError) as failed:
         assert_once(shop.app.test_client(), "POST", "/charges", effects=effects(shop), at_once=1, **CHARGE)
     assert str(failed.value).endswith("sent again: location: expected '/0', found '/1'")
+
+
+@pytest.mark.parametrize(
+    ("defect", "found"),
+    [
+        ("works and refuses", "changed, same key: an effect: charges: 1 row added"),
+        (
+            "another body",
+            "sent again: body: expected b'{\"charge_id\":1}\\n', found b'{\"charge_id\":-1}\\n'",
+        ),
+        (
+            "another body the fifth time",
+            "body: expected b'{\"charge_id\":2}\\n', found b'{\"charge_id\":-1}\\n'",
+        ),
+        ("another status the second time", "5 at once: status: expected 201 as in turn, found 200"),
+        ("marked", "sent again: Idempotent-Replayed is on the first answer, to a key that is new"),
+    ],
+)
+def test_each_defect(tmp_path: pathlib.Path, defect: str, found: str) -> None:
+    """What is written by hand and good passes; each single defect is found, and named."""
+    for folder in ("good", "bad"):
+        (tmp_path / folder).mkdir()
+    shop = by_hand(tmp_path / "good")
+    assert_once(shop.app.test_client(), "POST", "/charges", effects=effects(shop), **CHARGE)
+    shop = by_hand(tmp_path / "bad", defect)
+    with pytest.raises(AssertionError) as failed:
+        assert_once(shop.app.test_client(), "POST", "/charges", effects=effects(shop), **CHARGE)
+    assert found in str(failed.value)
 
 
 def test_what_is_not_keyed_at_all(tmp_path: pathlib.Path) -> None:
