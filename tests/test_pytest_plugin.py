@@ -123,7 +123,7 @@ def test_flask(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         [
             "E * AssertionError: POST /mails does not survive:",
-            "E * crash before commit (command *): effect: *",
+            "E * command * (commit), crash before: effect: *",
         ]
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiosqlite
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from flask import Flask
 from flask import request as flask_request
 
@@ -122,6 +123,11 @@ def fastapi_shop(folder: pathlib.Path, **policy: Any) -> Shop:
         await db.execute(PAY, [cents])
         response.headers["Location"] = f"/charges/{row[0]}"
         return {"charge_id": row[0]}
+
+    @router.post("/streams", dependencies=[once.keyed(**policy)])
+    async def stream(db: Any = Depends(once.connection)) -> StreamingResponse:  # noqa: B008
+        await db.execute(CHARGE, [1])
+        return StreamingResponse(iter([b"char", b"ged"]))
 
     @router.post("/mails", status_code=201, dependencies=[once.keyed()])
     async def mail() -> dict[str, int]:

@@ -118,6 +118,17 @@ async def test_each_policy(tmp_path: pathlib.Path, changes: dict[str, Any]) -> N
                 await assert_once(client, "POST", "/charges", effects=counted, **CHARGE)
 
 
+@pytest.mark.parametrize("streams", ["pass", "capture"])
+async def test_a_stream(tmp_path: pathlib.Path, streams: str) -> None:
+    """What is remembered without its body is replayed without it; what is captured, whole."""
+    shop = fastapi_shop(tmp_path, streams=streams)
+    counted, policy = effects(shop), Policy(streams=streams)  # type: ignore[arg-type]
+    transport = httpx2.ASGITransport(shop.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://shop/v1") as client:
+        answer = await assert_once(client, "POST", "/streams", effects=counted, policy=policy, **CHARGE)
+        assert answer.text == "charged"
+
+
 def test_headers_that_are_saved(tmp_path: pathlib.Path) -> None:
     """A replay with another Location is found; one with another Date is what it must be."""
     shop = flask_shop(tmp_path)

@@ -108,7 +108,7 @@ def _each_point(
             again = yield from send(keyed)
             found = change(before, (yield from ask(Read(effects))))
             seen = None if fate.dead else outcome
-            point = f"{kind.value} {_name(fate.commands[number - 1])} (command {number})"
+            point = f"command {number} ({_name(fate.commands[number - 1])}), {kind.value}"
             failures += (f"{point}: {text}" for text in _unsafe(seen, retry, again, found, effect, policy))
         if not reached:
             break
@@ -126,7 +126,7 @@ def _unsafe(
     if not isinstance(retry, Answer) or retry.status >= 500:
         yield f"the retry failed: {retry if isinstance(retry, Answer) else repr(retry)}"
         return
-    if isinstance(seen, Answer) and policy.keeps(seen.status):
+    if isinstance(seen, Answer) and seen.status < 500 and policy.keeps(seen.status):
         yield from (f"the retry, after an answer: {text}" for text in differences(seen, retry, policy))
         if not retry.replayed(policy):
             yield f"{policy.replay_header} is missing on the retry, after an answer: {seen}"
