@@ -132,6 +132,9 @@ class _Faulty:
             raise Crash
         return self._inner.handle
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # what SQLAlchemy's sessions join by
+
     def _suffer(self, command: Command[Any]) -> Plan[Any]:
         if self.fate.dead:
             raise Crash

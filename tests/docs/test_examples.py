@@ -6,6 +6,8 @@ import inspect
 import pathlib
 import re
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +25,18 @@ def examples(page: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def is_file(block: str) -> re.Match[str] | None:
+    """A block that is a file for pytest begins with its name."""
+    return re.match(r"# ((?:test_\w+|conftest)\.py)\n", block)
+
+
 EXAMPLES = [
     pytest.param(page.name, block, id=f"{page.stem}-{number}")
     for page in PAGES
     for number, block in enumerate(examples(page), 1)
+    if not is_file(block)
 ]
+TESTS = [page for page in PAGES if any(map(is_file, examples(page)))]
 
 
 @pytest.fixture
@@ -69,11 +78,30 @@ async def test_example(page: str, block: str, shop: sqlite3.Connection) -> None:
             left_open.close()
 
 
+@pytest.mark.parametrize("page", TESTS, ids=lambda page: page.name)
+def test_tests_of_the_readmes_service(
+    page: pathlib.Path, shop: sqlite3.Connection, tmp_path: pathlib.Path
+) -> None:
+    """The page's test files, beside the README's service, pass."""
+    (tmp_path / "shop.py").write_text(examples(ROOT / "README.md")[0])
+    for block in examples(page):
+        if (named := is_file(block)) is not None:
+            (tmp_path / named[1]).write_text(block)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nfilterwarnings = error\n"
+        "asyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "pytest"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_readme_has_examples() -> None:
     assert len(examples(ROOT / "README.md")) >= 2
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/rules.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/rules.md", "docs/testing.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"

@@ -1,21 +1,4 @@
-"""For the tests of your service.
-
-`bound_to` lets keyed routes work on the test's own connection, so that a test rolls back and leaves nothing:
-
-    @pytest.fixture
-    def connection(engine):
-        with engine.connect() as connection:
-            transaction = connection.begin()
-            with bound_to(once, connection):
-                yield connection
-            transaction.rollback()
-
-    def test_charge(connection, client):
-        assert client.post("/charges", json={"cents": 5}, headers={"Idempotency-Key": "k"}).status_code == 201
-        assert connection.execute(text("SELECT count(*) FROM charges")).scalar() == 1
-
-`collect` gives the events, and `memory` a database in memory for tests of the guard.
-"""
+"""A service on the test's own connection, its events in a list, and a database in memory."""
 
 from __future__ import annotations
 
@@ -46,8 +29,6 @@ from taptwice.events import Event
 from taptwice.http.exchange import Settings
 from taptwice.sql import Dialect
 from taptwice.stores.memory import MemoryDatabase
-
-__all__ = ["bound_to", "collect", "memory"]
 
 SAVEPOINT = "taptwice_bound"
 
