@@ -120,9 +120,9 @@ class WatchedBackend:
         # The library gives each address of a host the whole timeout; here they share it.
         try:
             found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
-        except (OSError, UnicodeError):
-            addresses = [host]  # it will fail there too, and say so in the library's words
+        except (OSError, UnicodeError) as error:
+            raise self._core.ConnectError(str(error)) from error
+        addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
         failure: Exception | None = None
         for place, address in enumerate(addresses):
             seconds = left(timeout, self._core.ConnectTimeout)
