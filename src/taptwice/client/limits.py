@@ -120,9 +120,9 @@ class WatchedBackend:
         # The library gives each address of a host the whole timeout; here they share it.
         try:
             found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
-        except (OSError, UnicodeError):
-            addresses = [host]  # it will fail there too, and say so in the library's words
+        except (OSError, UnicodeError) as error:
+            raise self._core.ConnectError(str(error)) from error
+        addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
         failure: Exception | None = None
         for place, address in enumerate(addresses):
             seconds = left(timeout, self._core.ConnectTimeout)
@@ -147,11 +147,63 @@ class WatchedBackend:
 
 
 class Watched:
-    """A stream of httpcore's that looks at the clock before it does anything."""
+    """A stream for httpcore that looks at the clock before it does anything.
 
-    def __init__(self, inner: Any, core: Any) -> None:
+    It reads and writes the socket itself: what httpcore's own stream would do, and with a watcher around
+    that every call would pay for both.
+    """
+
+    def __init__(self, inner: Any, core: Any, secure: bool = False) -> None:
         self._inner = inner
         self._core = core
+        self._socket = inner.get_extra_info("socket")
+        self._secure = secure
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        core = self._core
+        try:
+            self._socket.settimeout(left(timeout, core.ReadTimeout))
+            data: bytes = self._socket.recv(max_bytes)
+        except TimeoutError as error:
+            raise core.ReadTimeout(str(error)) from error
+        except OSError as error:
+            raise core.ReadError(str(error)) from error
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        if not buffer:
+            return
+        core = self._core
+        try:
+            unsent = memoryview(buffer)
+            while unsent:
+                self._socket.settimeout(left(timeout, core.WriteTimeout))
+                if isinstance(timeout, Until):
+                    timeout.limit.wrote = True
+                unsent = unsent[self._socket.send(unsent) :]
+        except TimeoutError as error:
+            raise core.WriteTimeout(str(error)) from error
+        except OSError as error:
+            raise core.WriteError(str(error)) from error
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> Any:
+        seconds = left(timeout, self._core.ConnectTimeout)
+        made = self._inner.start_tls(ssl_context, server_hostname, seconds)
+        # TLS to a proxy, and again through it: no socket, but httpcore's stream, knows how to read that.
+        kind = Delegating if self._secure else Watched
+        return kind(made, self._core, True)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class Delegating(Watched):
+    """A stream that leaves reading and writing to httpcore's own."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data: bytes = self._inner.read(max_bytes, left(timeout, self._core.ReadTimeout))
@@ -159,30 +211,11 @@ class Watched:
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         # In pieces: what is below asks for a timeout once, and may then need many for a large buffer.
-        if len(buffer) <= _PIECE:
-            self._write(buffer, timeout)
-            return
-        view = memoryview(buffer)
-        for start in range(0, len(view), _PIECE):
-            self._write(view[start : start + _PIECE], timeout)
-
-    def _write(self, buffer: Any, timeout: float | None) -> None:
-        seconds = left(timeout, self._core.WriteTimeout)
-        if isinstance(timeout, Until):
-            timeout.limit.wrote = True
-        self._inner.write(buffer, seconds)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def start_tls(
-        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
-    ) -> Watched:
-        seconds = left(timeout, self._core.ConnectTimeout)
-        return Watched(self._inner.start_tls(ssl_context, server_hostname, seconds), self._core)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
+        for start in range(0, len(buffer), _PIECE):
+            seconds = left(timeout, self._core.WriteTimeout)
+            if isinstance(timeout, Until):
+                timeout.limit.wrote = True
+            self._inner.write(buffer[start : start + _PIECE], seconds)
 
 
 class AsyncWatchedBackend:

@@ -1,7 +1,8 @@
 """For the tests of your client: a server that misbehaves by a script, and waits that take no time.
 
-    with ScriptedServer([503, answer(429, {"Retry-After": "1"}), close, 201]) as server, no_wait():
-        response = Client(server.url).post("/payments", json={"cents": 5})
+    script = [503, answer(429, {"Retry-After": "1"}), close, 201]
+    with ScriptedServer(script) as server, no_wait(), Client(server.url) as client:
+        response = client.post("/payments", json={"cents": 5})
     assert len(server.requests) == len(report(response).attempts) == 4
 
 Step k of the script answers request k, and the last one repeats. A step is a status, one of the functions

@@ -1,0 +1,34 @@
+"""docs/client.md: its examples run against a scripted server, and its tables are those of the code."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from taptwice.client.testing import ScriptedServer, answer, no_wait
+from tests.client.tables import PAGE, expected, written
+
+EXAMPLES = re.findall(r"^```python client\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
+def test_example(block: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "example"}
+    with ScriptedServer([answer(201, body=b"{}")]) as server, no_wait():
+        exec(compile(block.replace("https://api.example.com", server.url), str(PAGE), "exec"), names)
+        if "main" in names:
+            assert asyncio.run(names["main"]()) == 201
+        assert server.requests or "ScriptedServer" in names
+        for thing in names.values():
+            if hasattr(thing, "close") and type(thing).__name__ in ("Client", "Session"):
+                thing.close()
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    page = PAGE.read_text()
+    assert written(page, expected()) == page, "run python -m tests.client.tables"
