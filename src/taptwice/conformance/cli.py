@@ -43,9 +43,11 @@ def _cases(path: str | None) -> tuple[Case, ...]:
 
 
 @conformance.command("run")
-@click.option("--app", default="fastapi", show_default=True, help="Reference application.")
+@click.option(
+    "--app", default="fastapi", show_default=True, help="Reference application: fastapi, starlette, flask."
+)
 @click.option("--store", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
-@click.option("--driver", help="Default: aiosqlite, asyncpg.")
+@click.option("--driver", help="Default: the application's usual one.")
 @click.option("--server", envvar=VARIABLE, help=f"PostgreSQL on which a database may be made; or {VARIABLE}.")
 @click.option("--cases", "path", type=click.Path(exists=True, dir_okay=False), help="Other cases.")
 @click.option("--only", multiple=True, metavar="ID", help="Only this case; may be repeated.")
@@ -61,12 +63,13 @@ def run_(
 ) -> None:
     """Run the cases against the reference application. Exit code 1 when one fails."""
     from taptwice.conformance.report import as_json, summary
+    from taptwice.conformance.stack import default_driver
 
     cases = [case for case in _cases(path) if not only or case.id in only]
     if missing := set(only) - {case.id for case in cases}:
         raise click.ClickException(f"no case {', '.join(sorted(missing))}")
-    driver = driver or {"sqlite": "aiosqlite", "postgresql": "asyncpg"}[store]
     try:
+        driver = driver or default_driver(app, store)
         results = asyncio.run(_run(cases, app, store, driver, server or os.environ.get(VARIABLE, "")))
     except TaptwiceError as error:
         raise click.ClickException(error.detail) from error
@@ -79,11 +82,13 @@ def run_(
 
 async def _run(cases: list[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
     from taptwice.conformance.report import line_of
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
     results = []
     with click.progressbar(length=len(cases), label="cases", file=sys.stderr) as bar:
-        async with Runner(app, store, driver, server) as runner:
+        async with Reference(app, store, driver, server) as target:
+            runner = Runner(target)
             for case in cases:
                 results.append(await runner.run(case))
                 click.echo(line_of(results[-1]))
@@ -132,12 +137,13 @@ def selfcheck(record: bool, servers: bool) -> None:
 
 
 async def _recorded() -> dict[str, Observed]:
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
-    async with Runner("fastapi", "sqlite", "aiosqlite") as runner:
-        for case in _cases(None):
-            await runner.run(case)
-        return runner.recorded
+    async with Reference("fastapi", "sqlite", "aiosqlite") as target:
+        runner = Runner(target)
+        results = [await runner.run(case) for case in _cases(None)]
+    return {result.case.id: result.seen for result in results if result.seen is not None}
 
 
 ORDINARY = "D-056"
@@ -146,12 +152,14 @@ ORDINARY = "D-056"
 
 async def _controls() -> bool:
     from taptwice.conformance.apps.broken import CONTROLS
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
     cases = {case.id: case for case in _cases(None)}
     good = True
     for damage, name in CONTROLS.items():
-        async with Runner(f"broken:{damage}", "sqlite", "aiosqlite") as runner:
+        async with Reference(f"broken:{damage}", "sqlite", "aiosqlite") as target:
+            runner = Runner(target)
             ordinary, own = await runner.run(cases[ORDINARY]), await runner.run(cases[name])
         noticed = own.status == "failed" and ordinary.status == "passed"
         good = good and noticed

@@ -26,8 +26,8 @@ class SqliteDatabase:
 
     store = "sqlite"
 
-    def __init__(self, folder: Path) -> None:
-        self.dsn = str(folder / "conformance.db")
+    def __init__(self, path: Path) -> None:
+        self.dsn = str(path)
 
     async def start(self) -> None:
         with sqlite3.connect(self.dsn) as connection:

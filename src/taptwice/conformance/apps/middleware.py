@@ -8,11 +8,14 @@ from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
 
+from taptwice.conformance.bridge import Bridge
 from taptwice.conformance.settings import Settings
 
 
 def around(app: Any, settings: Settings) -> Any:
-    """The application inside whatever the settings put around it."""
+    """The application inside whatever the settings put around it. One for WSGI is bridged to ASGI first."""
+    if hasattr(app, "wsgi_app"):
+        app = Bridge(app)
     if settings.request_decompression:
         app = Decompression(app)
     if settings.gzip:
