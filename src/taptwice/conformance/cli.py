@@ -81,8 +81,8 @@ def run_(
 
 
 async def _run(cases: list[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
-    from taptwice.conformance.report import line_of
     from taptwice.conformance.reference import Reference
+    from taptwice.conformance.report import line_of
     from taptwice.conformance.run import Runner
 
     results = []

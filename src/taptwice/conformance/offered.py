@@ -40,7 +40,7 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 """Settings of which only some values are offered."""
 
 
-def not_offered(case: Case, app: str, store: str, driver: str) -> Iterator[str]:
+def not_offered(case: Case, app: str, store: str) -> Iterator[str]:
     """Each reason; none when the case can be run."""
     if case.sut == "client" or any(word in CLIENT_STEPS for step in case.when for word in step):
         yield "the retrying client is not built"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ class Reference:
         if store == "postgresql" and not server:
             raise Misuse("PostgreSQL needs the URL of a server on which a database can be made")
         self.app, self._store, self._driver, self._server = app, store, driver, server
-        self._folder = tempfile.TemporaryDirectory(prefix="taptwice-conformance-")
+        self._folder = Path()
         self._databases: dict[str, Database] = {}
         self._all: dict[tuple[str, str], Node] = {}
         self._given: Mapping[str, Any] = {}
@@ -48,6 +49,7 @@ class Reference:
         """Commands that a process started anew is to hear too."""
 
     async def __aenter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="taptwice-conformance-"))
         await self._database(MAIN)
         return self
 
@@ -56,12 +58,12 @@ class Reference:
             await node.kill()
         for database in self._databases.values():
             await database.stop()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _database(self, region: str) -> Database:
         if region not in self._databases:
             made: Database = (
-                SqliteDatabase(Path(self._folder.name) / f"{region or 'main'}.db")
+                SqliteDatabase(self._folder / f"{region or 'main'}.db")
                 if self._store == "sqlite"
                 else PostgresqlDatabase(self._server)
             )
@@ -71,7 +73,7 @@ class Reference:
 
     def not_offered(self, case: Case) -> Iterator[str]:
         """See `Target`."""
-        return not_offered(case, self.app, self._store, self._driver)
+        return not_offered(case, self.app, self._store)
 
     async def ready(self, case: Case) -> None:
         """See `Target`."""

@@ -64,6 +64,8 @@ class Runner:
             differences = [f"not finished within {LIMIT} s"]
         except RuntimeError as error:
             differences = [str(error)]
+        except Exception as error:  # a case that is not well-formed ends itself, not the run
+            differences = [f"cannot be played: {type(error).__name__}: {error}"]
         status = "failed" if differences else "passed"
         return Result(case, status, "; ".join(differences), time.monotonic() - started, seen)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from taptwice.core.fingerprint import Rules
+from taptwice.core.fingerprint import PARTS, Rules
 from taptwice.core.header import KeySyntax
 from taptwice.core.policy import REPLAYED_HEADERS, Policy, seconds
 
@@ -69,6 +69,18 @@ class Settings:
     @property
     def request_decompression(self) -> bool:
         return bool(self._get("request_decompression", False))
+
+    @property
+    def echo_key(self) -> bool:
+        return bool(self._get("echo_key", False))
+
+    @property
+    def announce_ignored(self) -> bool:
+        return bool(self._get("announce_ignored", False))
+
+    @property
+    def rebuild(self) -> bool:
+        return bool(self._get("replay", "stored") == "rebuild")
 
     @property
     def gzip(self) -> bool:
@@ -138,6 +150,7 @@ class Settings:
             exclude=tuple(rules.get("exclude", ())),
             only=tuple(rules.get("only", ())),
             headers=tuple(rules.get("headers", ())),
+            parts=tuple(rules.get("parts", PARTS)),
             version=rules.get("version", 1),
         )
 

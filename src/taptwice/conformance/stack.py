@@ -15,7 +15,7 @@ import functools
 import inspect
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -231,11 +231,43 @@ def _options(timeout: float | None, isolation: str | None) -> str:
     return " ".join(options)
 
 
+def _within(limit: float, statement: Generator[Any, Any, Any], connection: Any) -> Generator[Any, Any, Any]:
+    """What psycopg waits for, with an end: it asks again every moment that nothing has come."""
+    import psycopg
+
+    end = time.monotonic() + limit
+    try:
+        wanted = next(statement)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > end:
+                connection.pgconn.finish()
+                raise psycopg.OperationalError(f"no answer within {limit:g} s")
+            wanted = statement.send(ready)
+    except StopIteration as done:
+        return done.value
+
+
+def _limited(kind: Any, limit: float | None) -> Any:
+    """The class of connections whose statements have a time limit, which psycopg does not offer."""
+    if limit is None:
+        return kind
+    seconds = limit
+
+    class Limited(kind):  # type: ignore[misc]
+        def wait(self, statement: Any, *arguments: Any, **named: Any) -> Any:
+            return super().wait(_within(seconds, statement, self), *arguments, **named)
+
+    return Limited
+
+
 def _psycopg(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    from psycopg import Connection
     from psycopg_pool import ConnectionPool
 
     pool = ConnectionPool(
         dsn,
+        connection_class=_limited(Connection, timeout),
         min_size=1,
         max_size=pool_size,
         open=False,
@@ -256,10 +288,12 @@ def _psycopg(driver: str, dsn: str, pool_size: int, timeout: float | None, isola
 def _psycopg_async(
     driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None
 ) -> Stack:
+    from psycopg import AsyncConnection
     from psycopg_pool import AsyncConnectionPool
 
     pool = AsyncConnectionPool(
         dsn,
+        connection_class=_limited(AsyncConnection, timeout),
         min_size=1,
         max_size=pool_size,
         open=False,

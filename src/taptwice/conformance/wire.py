@@ -9,6 +9,7 @@ import json
 import random
 import socket
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def request_of(
     if kind is not None:
         lines.append((b"Content-Type", kind.encode()))
     if (encoding := spec.get("content_encoding")) is not None:
-        body = gzip.compress(body, mtime=0) if encoding == "gzip" else body
+        body = _ENCODERS[encoding](body)
         lines.append((b"Content-Encoding", encoding.encode()))
     chunked = spec.get("transfer") == "chunked"
     if chunked:
@@ -120,6 +121,13 @@ def request_of(
     return Request(
         spec.get("method", "POST"), path, tuple(lines), body[:cut], chunked and cut is None, cut is None
     )
+
+
+_ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "gzip": lambda body: gzip.compress(body, mtime=0),
+    "deflate": zlib.compress,
+    "identity": lambda body: body,
+}
 
 
 def _body(spec: Mapping[str, Any]) -> tuple[bytes, str | None]:
@@ -136,14 +144,17 @@ def _body(spec: Mapping[str, Any]) -> tuple[bytes, str | None]:
         wanted = spec["body_gen"]
         return random.Random(wanted["seed"]).randbytes(wanted["size"]), "application/octet-stream"
     if "form" in spec:
-        return urlencode(spec["form"], doseq=True).encode(), "application/x-www-form-urlencoded"
+        form = spec["form"]
+        pairs = form if isinstance(form, Mapping) else [tuple(pair) for pair in form]
+        text = form if isinstance(form, str) else urlencode(pairs, doseq=True)
+        return text.encode(), "application/x-www-form-urlencoded"
     if "multipart" in spec:
         return _multipart(spec["multipart"])
     return b"", None
 
 
 def _multipart(spec: Mapping[str, Any]) -> tuple[bytes, str]:
-    boundary = spec["boundary"].encode()
+    boundary = str(spec.get("boundary", "taptwice")).encode()
     body = b""
     for part in spec["parts"]:
         disposition = f'form-data; name="{part["name"]}"'
@@ -154,7 +165,7 @@ def _multipart(spec: Mapping[str, Any]) -> tuple[bytes, str]:
             lines.append(f"Content-Type: {part['content_type']}")
         content = base64.b64decode(part["b64"]) if "b64" in part else part["text"].encode()
         body += b"--" + boundary + b"\r\n" + "\r\n".join(lines).encode() + b"\r\n\r\n" + content + b"\r\n"
-    return body + b"--" + boundary + b"--\r\n", f"multipart/form-data; boundary={spec['boundary']}"
+    return body + b"--" + boundary + b"--\r\n", f"multipart/form-data; boundary={boundary.decode()}"
 
 
 # --- on the wire ----------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def create_app(stack: Stack, settings: Settings, world: World) -> tuple[FastAPI,
     for path in settings.payment_paths:
         add(path, create_payment, ["POST"], keyed)
     add("/payments/{payment}", read_payment, ["GET", "HEAD"], [])
-    add("/payments/{payment}", change_payment, ["PATCH"], keyed)
+    add("/payments/{payment}", change_payment, ["PATCH"], also("PATCH"))
     add("/payments/{payment}", change_payment, ["POST"], keyed)
     add("/payments/{payment}", delete_payment, ["DELETE"], also("DELETE"))
     add("/transfers", transfer, ["POST"], keyed)
