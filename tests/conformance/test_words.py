@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,10 @@ NOT_IN_THIS_MODE = {
 }
 
 
-def steps(of: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for step in of:
-        yield step
-        for value in step.values():
-            yield from steps(value.get("list", ())) if isinstance(value, Mapping) else ()
-
-
 def words(case: language.Case) -> Iterator[str]:
     yield from case.given
     yield from case.given.get("fingerprint", {})
-    for step in steps(case.when):
+    for step in case.steps():
         yield from step
         for value in step.values():
             yield from value if isinstance(value, Mapping) else ()

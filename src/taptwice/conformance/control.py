@@ -4,17 +4,7 @@
 the settings of each case, inside a wrapper. The application itself knows nothing of it. A request is told
 apart by the port that its client connects from, so that nothing is added to what is sent.
 
-The control interface, which a foreign server may offer too, is ``POST /_conformance`` with a JSON object:
-
-    {"do": "configure", "given": {…}, "deployed": {…}}     settings; answers {"skip": reason} when not offered
-    {"do": "reset"}                                        clock, faults, permissions, logs as at the start
-    {"do": "arm", "port": 40112, "id": "r1", "hold_at": point, "fault": {"at", "do", "times"}}
-    {"do": "reached", "id": "r1", "point": point}          answers when the request is there
-    {"do": "release", "id": "r1"}    {"do": "settle"}      let it go on; wait until no request is under way
-    {"do": "clock", "advance": seconds, "set": seconds since 1970, "http": true}
-    {"do": "store", "state": "up|down|read_only|slow:2s"}  {"do": "sweep"}
-    {"do": "revoke", "as": caller}   {"do": "logs"}        {"do": "migrate"}
-    {"do": "region", "name": ours, "peers": {name: [host, port]}, "home": {caller: name}}
+The control interface, which a server of somebody else may offer too, is documented in docs/conformance.md.
 """
 
 from __future__ import annotations
@@ -33,11 +23,13 @@ from email.utils import formatdate
 from functools import partial
 from typing import Any
 
+from taptwice.conformance import tables
 from taptwice.conformance.apps import middleware
 from taptwice.conformance.apps.region import Region
 from taptwice.conformance.apps.world import Unknown, Withdrawn, World
 from taptwice.conformance.settings import Settings
 from taptwice.conformance.stack import Stack
+from taptwice.conformance.wire import CONTROL
 from taptwice.core.plan import Plan, arun, run
 from taptwice.core.policy import seconds
 from taptwice.errors import StoreUnavailable
@@ -215,7 +207,7 @@ class Control:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        if scope["path"] == "/_conformance":
+        if scope["path"] == CONTROL:
             await self._command(receive, send)
             return
         self._numbers += 1
@@ -268,6 +260,10 @@ class Control:
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(reply).encode()})
+
+    async def do_hello(self) -> dict[str, Any]:
+        commands = [name.removeprefix("do_") for name in dir(self) if name.startswith("do_")]
+        return {"commands": sorted(commands)}
 
     async def do_configure(self, given: dict[str, Any], deployed: dict[str, Any]) -> None:
         settings = self._settings = Settings(given, deployed)
@@ -325,6 +321,27 @@ class Control:
 
     async def do_behaviour(self, behaviour: dict[str, Any]) -> None:
         self._world.behaviour = behaviour
+
+    async def do_empty(self) -> None:
+        """Every table as at the beginning of a case."""
+        for statement in tables.emptying():
+            await self._sql(statement)
+
+    async def do_count(self) -> dict[str, Any]:
+        """The rows of each table, and what is in the wallets."""
+        *counts, wallets = [await self._sql(statement) for statement in tables.counting()]
+        rows = dict(zip(tables.COUNTED, (each[0][0] for each in counts), strict=True))
+        return {"keys": rows.pop(tables.RECORDS), "effects": rows, "balances": dict(wallets)}
+
+    async def do_seed(self, number: int, age: float) -> None:
+        dialect = "sqlite" if self._once.bound.dialect == "sqlite" else "postgresql"
+        await self._sql(tables.SEED[dialect].format(n=number, age=age))
+
+    async def _sql(self, statement: str) -> list[Any]:
+        stack = self._stack
+        assert stack is not None  # noqa: S101  # configured before it is told anything
+        async with stack.lent() as database:
+            return await database.execute(statement)
 
     async def do_region(self, name: str, peers: dict[str, tuple[str, int]], home: dict[str, str]) -> None:
         """Stand in front of the application as one region of several."""

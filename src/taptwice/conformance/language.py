@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -376,7 +376,18 @@ class Case:
 
     def requests(self) -> Iterator[Mapping[str, Any]]:
         """All requests of its steps; one that is sent n times is one."""
-        return (request for step in self.when for request in _requests_of(step))
+        return (request for step in self.steps() for request in _requests_of(step))
+
+    def steps(self) -> Iterator[Mapping[str, Any]]:
+        """All steps, those that are taken together too."""
+        return _steps(self.when)
+
+
+def _steps(steps: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for step in steps:
+        yield step
+        for value in step.values():
+            yield from _steps(value.get("list", ())) if isinstance(value, Mapping) else ()
 
 
 def _requests_of(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -387,8 +398,6 @@ def _requests_of(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             if isinstance(value.get("req"), Mapping):
                 yield value["req"]
             yield from value.get("reqs", ())
-            for inner in value.get("list", ()):
-                yield from _requests_of(inner)
 
 
 def own_cases() -> tuple[Case, ...]:

@@ -42,7 +42,7 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 
 def not_offered(case: Case, app: str, store: str) -> Iterator[str]:
     """Each reason; none when the case can be run."""
-    if case.sut == "client" or any(word in CLIENT_STEPS for step in case.when for word in step):
+    if case.sut == "client" or any(word in CLIENT_STEPS for step in case.steps() for word in step):
         yield "the retrying client is not built"
         return
     if "tx" not in case.modes:
@@ -65,7 +65,7 @@ def _given(given: Mapping[str, Any], store: str) -> Iterator[str]:
 
 
 def _when(case: Case, app: str) -> Iterator[str]:
-    for step in case.when:
+    for step in case.steps():
         for word in step:
             if word in _STEPS:
                 yield f"{_STEPS[word]} is not built"

@@ -15,6 +15,7 @@ from taptwice.conformance.judge import Observed
 from taptwice.conformance.language import Case
 from taptwice.conformance.node import Node
 from taptwice.conformance.offered import not_offered
+from taptwice.conformance.postgresql import OwnServer
 from taptwice.conformance.settings import Settings
 from taptwice.conformance.stack import APPS, DRIVERS
 from taptwice.errors import Misuse
@@ -24,19 +25,22 @@ MAIN = ""
 
 
 class Reference:
-    """An application on a store through a driver. Entered with ``async with``."""
+    """An application on a store through a driver. Entered with ``async with``.
 
-    def __init__(self, app: str, store: str, driver: str, server: str = "") -> None:
+    `server`: the URL of a PostgreSQL on which databases may be made; without it one is started.
+    """
+
+    def __init__(self, app: str, store: str, driver: str, server: str = "", port: int = 0) -> None:
         able = APPS.get(app.partition(":")[0].replace("broken", "fastapi"))
         if able is None:
             raise Misuse(f"no application {app!r}: choose of {', '.join(APPS)}")
         if driver not in DRIVERS.get(store, ()) or driver not in able:
             fit = [each for each in DRIVERS.get(store, ()) if each in able]
             raise Misuse(f"{app} on {store} has no driver {driver!r}: choose of {', '.join(fit)}")
-        if store == "postgresql" and not server:
-            raise Misuse("PostgreSQL needs the URL of a server on which a database can be made")
         self.app, self._store, self._driver, self._server = app, store, driver, server
+        self._port = port
         self._folder = Path()
+        self._own: OwnServer | None = None
         self._databases: dict[str, Database] = {}
         self._all: dict[tuple[str, str], Node] = {}
         self._given: Mapping[str, Any] = {}
@@ -50,7 +54,15 @@ class Reference:
 
     async def __aenter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="taptwice-conformance-"))
-        await self._database(MAIN)
+        try:
+            if self._store == "postgresql" and not self._server:
+                own = OwnServer()
+                self._server = (await own.__aenter__()).url
+                self._own = own
+            await self._database(MAIN)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -58,6 +70,8 @@ class Reference:
             await node.kill()
         for database in self._databases.values():
             await database.stop()
+        if self._own is not None:
+            await self._own.__aexit__()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _database(self, region: str) -> Database:
@@ -65,7 +79,7 @@ class Reference:
             made: Database = (
                 SqliteDatabase(self._folder / f"{region or 'main'}.db")
                 if self._store == "sqlite"
-                else PostgresqlDatabase(self._server)
+                else PostgresqlDatabase(self._server, self._own is not None)
             )
             await made.start()
             self._databases[region] = made
@@ -74,6 +88,10 @@ class Reference:
     def not_offered(self, case: Case) -> Iterator[str]:
         """See `Target`."""
         return not_offered(case, self.app, self._store)
+
+    def translated(self, case: Case) -> Case:
+        """See `Target`; the cases are written for this application."""
+        return case
 
     async def ready(self, case: Case) -> None:
         """See `Target`."""
@@ -96,6 +114,14 @@ class Reference:
         await self._introduce()
         for region in self._regions:
             await self._databases[region].execute(*tables.emptying())
+
+    async def served(self) -> tuple[str, int]:
+        """Start one process with the settings of the language, for whoever comes; its address."""
+        database = await self._database(MAIN)
+        node = self._all[MAIN, "node1"] = Node(self.app, self._driver, database.dsn, self._port)
+        await node.configure({}, {})
+        await node.tell("empty")
+        return node.address
 
     def _given_to(self, name: str) -> Mapping[str, Any]:
         own = f"{name}.fingerprint"

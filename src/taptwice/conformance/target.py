@@ -29,6 +29,9 @@ class Target(Protocol):
     def not_offered(self, case: Case) -> Iterator[str]:
         """Why a case cannot be run here; nothing when it can."""
 
+    def translated(self, case: Case) -> Case:
+        """The case as it is asked here."""
+
     async def ready(self, case: Case) -> None:
         """Make everything as a case finds it."""
 

@@ -87,19 +87,16 @@ class Response:
 # --- from a case to a request ---------------------------------------------------------------------------
 
 
-def authorization(caller: str | None) -> str | None:
-    """The value of the Authorization header of a caller; None for nobody."""
-    return None if caller is None else f"Bearer {caller}"
+def login(caller: str | None) -> list[Line]:
+    """The lines that say who is calling, in the reference applications; None is nobody."""
+    return [] if caller is None else [(b"Authorization", f"Bearer {caller}".encode())]
 
 
 def request_of(
-    spec: Mapping[str, Any], key_header: str, authorize: Callable[[str | None], str | None] = authorization
+    spec: Mapping[str, Any], key_header: str, login: Callable[[str | None], list[Line]] = login
 ) -> Request:
     """The request that a case describes."""
-    lines: list[Line] = []
-    caller = spec.get("as", "acct_a")
-    if (login := authorize(caller)) is not None:
-        lines.append((b"Authorization", login.encode()))
+    lines = login(spec.get("as", "acct_a"))
     if "key" in spec:
         lines.append((key_header.encode(), spec["key"].encode()))
     lines += [(name.encode(), value.encode()) for name, value in spec.get("headers", ())]
@@ -236,6 +233,8 @@ class Call:
     """One request on its way, on a connection of its own, which can be hung up."""
 
     address: tuple[str, int]
+    host: str = ""
+    """What it calls the server, where that is not its address."""
     link: socket.socket | None = None
     _hung_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -265,7 +264,8 @@ class Call:
                 await connected(self.link.getsockname()[1])
                 started = time.monotonic()
             incoming = Incoming(self.link)
-            await loop.sock_sendall(self.link, request.head(f"{self.address[0]}:{self.address[1]}"))
+            host = self.host or f"{self.address[0]}:{self.address[1]}"
+            await loop.sock_sendall(self.link, request.head(host))
             if request.expects and await incoming.head(response) != 100:
                 await incoming.body(request.method, response)
             elif not request.whole:
@@ -289,11 +289,14 @@ class Call:
         self._hung_up.set()
 
 
-async def ask(address: tuple[str, int], command: Mapping[str, Any]) -> dict[str, Any]:
-    """A command of the control interface, and its reply."""
+CONTROL = "/_conformance"
+
+
+async def ask(call: Call, command: Mapping[str, Any], path: str = CONTROL) -> dict[str, Any]:
+    """A command of the control interface, and its reply. Raises RuntimeError."""
     body = json.dumps(command).encode()
     lines = ((b"Content-Type", b"application/json"), (b"Content-Length", str(len(body)).encode()))
-    response = await Call(address).send(Request("POST", "/_conformance", lines, body))
+    response = await call.send(Request("POST", path, lines, body))
     if response.status != 200:
         raise RuntimeError(f"the control interface answered {response.status}: {response.body.decode()}")
     reply: dict[str, Any] = response.json()
