@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from taptwice.conformance.language import own_cases
+from taptwice.conformance.reference import Reference
 from taptwice.conformance.run import Result, Runner
 
 NOT_BUILT = {
@@ -16,8 +17,9 @@ NOT_BUILT = {
 }
 
 
-async def run_all(store: str, driver: str, server: str = "") -> list[Result]:
-    async with Runner("fastapi", store, driver, server) as runner:
+async def run_all(store: str, driver: str, server: str = "", app: str = "fastapi") -> list[Result]:
+    async with Reference(app, store, driver, server) as target:
+        runner = Runner(target)
         return [await runner.run(case) for case in own_cases()]
 
 
@@ -34,6 +36,13 @@ def check(results: list[Result], only_elsewhere: set[str]) -> None:
 @pytest.mark.timeout(300)
 def test_sqlite_aiosqlite() -> None:
     check(asyncio.run(run_all("sqlite", "aiosqlite")), {"D-179"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("app", "driver"), [("starlette", "aiosqlite"), ("flask", "sqlite3")])
+def test_other_frameworks(app: str, driver: str) -> None:
+    check(asyncio.run(run_all("sqlite", driver, app=app)), {"D-179"})
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from decimal import Decimal
 from hashlib import sha256
+from typing import Any
 from urllib.parse import quote_plus, urlencode
 
 import pytest
@@ -16,6 +17,7 @@ from taptwice.core.fingerprint import (
     MAX_FIELDS,
     MAX_PART_HEADER,
     MAX_VALUES,
+    PARTS,
     VERSION,
     VERSIONS,
     Fingerprint,
@@ -83,6 +85,27 @@ def test_version_1_never_changes() -> None:
         "value": "513f7a9eaf39d327bdac2f1707fb4d906507f904c9755b926324eb5727f8317a",
         "bytes": "40422b465fca62a9784c9e3d47ba6462d22087d93336a6a4cd021e8f001d951b",
     }
+
+
+def test_parts_that_do_not_count() -> None:
+    def all_but(part: str) -> Rules:
+        return Rules(parts=tuple(each for each in PARTS if each != part))
+
+    other: dict[str, dict[str, Any]] = {
+        "method": {"method": "PATCH"},
+        "path": {"path": "/refunds"},
+        "query": {"query": b"dry_run=1"},
+        "media_type": {"media": b"application/vnd.shop+json"},
+        "body": {"body": b'{"b":2}'},
+    }
+    for part, changed in other.items():
+        rules = all_but(part)
+        same: dict[str, Any] = {"body": b'{"a":1}', "rules": rules}
+        assert request(**{**same, **changed}) == request(**same)
+        for another in other.keys() - {part}:
+            assert request(**{**same, **other[another]}) != request(**same)
+    with pytest.raises(ValueError, match="no part of a request: cookies"):
+        Rules(parts=("cookies",))
 
 
 @pytest.mark.parametrize("pointer", ["meta", "meta/sent_at", "/a~", "/a~2b", " /a", "#/a"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,10 @@ from taptwice.errors import TaptwiceError
 if TYPE_CHECKING:  # imported when a command runs: they bring a server and its libraries
     from taptwice.conformance.judge import Observed
     from taptwice.conformance.language import Case
-    from taptwice.conformance.run import Result
+    from taptwice.conformance.run import Result, Runner
 
 VARIABLE = "TAPTWICE_POSTGRES_URL"
+FILE = click.Path(exists=True, dir_okay=False)
 
 
 @click.group("conformance")
@@ -28,6 +28,7 @@ def conformance() -> None:
     Examples:
       taptwice conformance run
       taptwice conformance run --store postgresql --driver asyncpg --json report.json
+      taptwice conformance run --url https://api.example/v1 --map routes.json --as acct_a='Authorization: …'
       taptwice conformance explain D-098
       taptwice conformance selfcheck
     """
@@ -43,11 +44,23 @@ def _cases(path: str | None) -> tuple[Case, ...]:
 
 
 @conformance.command("run")
-@click.option("--app", default="fastapi", show_default=True, help="Reference application.")
+@click.option(
+    "--app", default="fastapi", show_default=True, help="Reference application: fastapi, starlette, flask."
+)
 @click.option("--store", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
-@click.option("--driver", help="Default: aiosqlite, asyncpg.")
-@click.option("--server", envvar=VARIABLE, help=f"PostgreSQL on which a database may be made; or {VARIABLE}.")
-@click.option("--cases", "path", type=click.Path(exists=True, dir_okay=False), help="Other cases.")
+@click.option("--driver", help="Default: the application's usual one.")
+@click.option(
+    "--server",
+    envvar=VARIABLE,
+    help=f"PostgreSQL on which a database may be made; or {VARIABLE}. Default: one is started.",
+)
+@click.option("--url", help="Somebody else's server instead, by its address.")
+@click.option("--map", "map_", type=FILE, help="Its routes: see docs/conformance.md.")
+@click.option(
+    "--as", "callers", multiple=True, metavar="CALLER='HEADER: VALUE'", help="How a caller logs in."
+)
+@click.option("--yes", is_flag=True, help="Do not ask before writing to it.")
+@click.option("--cases", "path", type=FILE, help="Other cases.")
 @click.option("--only", multiple=True, metavar="ID", help="Only this case; may be repeated.")
 @click.option("--json", "report", type=click.Path(dir_okay=False), help="Write the report here.")
 def run_(
@@ -55,45 +68,136 @@ def run_(
     store: str,
     driver: str | None,
     server: str | None,
+    url: str | None,
+    map_: str | None,
+    callers: tuple[str, ...],
+    yes: bool,
     path: str | None,
     only: tuple[str, ...],
     report: str | None,
 ) -> None:
-    """Run the cases against the reference application. Exit code 1 when one fails."""
+    """Run the cases against the reference application, or a server. Exit code 1 when one fails."""
     from taptwice.conformance.report import as_json, summary
+    from taptwice.conformance.stack import default_driver
 
     cases = [case for case in _cases(path) if not only or case.id in only]
     if missing := set(only) - {case.id for case in cases}:
         raise click.ClickException(f"no case {', '.join(sorted(missing))}")
-    driver = driver or {"sqlite": "aiosqlite", "postgresql": "asyncpg"}[store]
+    if (url is None) != (map_ is None) or (url is None and callers):
+        raise click.UsageError("--url, --map and --as belong together")
     try:
-        results = asyncio.run(_run(cases, app, store, driver, server or os.environ.get(VARIABLE, "")))
+        if url is not None and map_ is not None:
+            results = asyncio.run(_run_foreign(cases, url, Path(map_).read_text("utf-8"), callers, yes))
+            title = url
+        else:
+            driver = driver or default_driver(app, store)
+            results = asyncio.run(_run(cases, app, store, driver, server or ""))
+            title = f"{app} on {store} through {driver}"
     except TaptwiceError as error:
         raise click.ClickException(error.detail) from error
     if report is not None:
         Path(report).write_text(as_json(results), "utf-8")
-    click.echo(f"\n{app} on {store} through {driver}\n{summary(results)}")
+    click.echo(f"\n{title}\n{summary(results)}")
     if any(result.status == "failed" for result in results):
         raise SystemExit(1)
 
 
 async def _run(cases: list[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
-    from taptwice.conformance.report import line_of
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
+    async with Reference(app, store, driver, server) as target:
+        return await _played(Runner(target), cases)
+
+
+async def _played(runner: Runner, cases: list[Case]) -> list[Result]:
+    from taptwice.conformance.progress import progress
+    from taptwice.conformance.report import line_of
+
     results = []
-    with click.progressbar(length=len(cases), label="cases", file=sys.stderr) as bar:
-        async with Runner(app, store, driver, server) as runner:
-            for case in cases:
-                results.append(await runner.run(case))
-                click.echo(line_of(results[-1]))
-                bar.update(1)
+    with progress(len(cases), "cases") as step:
+        for case in cases:
+            results.append(await runner.run(case))
+            step(line_of(results[-1]))
     return results
+
+
+async def _run_foreign(
+    cases: list[Case], url: str, text: str, callers: tuple[str, ...], yes: bool
+) -> list[Result]:
+    from taptwice.conformance.foreign import Foreign, writes
+    from taptwice.conformance.routes import Routes
+    from taptwice.conformance.run import Runner
+
+    async with Foreign(url, Routes.read(text), callers) as target:
+        left = [case for case in cases if case.strange or not list(target.not_offered(case))]
+        click.echo(f"{len(left)} of {len(cases)} cases can be run; they send {writes(left)} writes to {url}")
+        if target.commands:
+            click.echo(f"its control interface offers {', '.join(sorted(target.commands))}")
+        if not yes and not click.confirm("Go on?"):
+            raise click.Abort
+        return await _played(Runner(target), cases)
+
+
+@conformance.command()
+@click.option("--app", default="fastapi", show_default=True, help="fastapi, starlette or flask.")
+@click.option("--store", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
+@click.option("--driver", help="Default: the application's usual one.")
+@click.option("--server", envvar=VARIABLE, help=f"As for `run`; or {VARIABLE}.")
+@click.option("--port", default=8000, show_default=True)
+def serve(app: str, store: str, driver: str | None, server: str | None, port: int) -> None:
+    """Serve a reference application, with its control interface, until it is interrupted."""
+    from taptwice.conformance.stack import default_driver
+
+    try:
+        asyncio.run(_serve(app, store, driver or default_driver(app, store), server or "", port))
+    except TaptwiceError as error:
+        raise click.ClickException(error.detail) from error
+    except KeyboardInterrupt:
+        pass
+
+
+async def _serve(app: str, store: str, driver: str, server: str, port: int) -> None:
+    from taptwice.conformance.reference import Reference
+
+    async with Reference(app, store, driver, server, port) as target:
+        address = await target.served()
+        click.echo(f"{app} on {store} through {driver}: http://{address[0]}:{address[1]}")
+        await asyncio.Event().wait()
+
+
+@conformance.command()
+@click.option("--server", envvar=VARIABLE, help=f"As for `run`; or {VARIABLE}.")
+@click.option("--save", type=click.Path(dir_okay=False), help="Write the matrix here, as Markdown.")
+def matrix(server: str | None, save: str | None) -> None:
+    """Run every case on every reference application, store and driver. Exit code 1 when one fails."""
+    from taptwice.conformance.matrix import as_markdown, cells
+    from taptwice.conformance.progress import progress
+
+    found: dict[tuple[str, str, str], list[Result]] = {}
+    with progress(len(cells()), "cells") as step:
+        for cell in cells():
+            found[cell] = asyncio.run(_quietly(_cases(None), *cell, server or ""))
+            failed = [each.case.id for each in found[cell] if each.status == "failed"]
+            step(f"{' · '.join(cell)}: {', '.join(failed) + ' failed' if failed else 'good'}")
+    if save is not None:
+        Path(save).write_text(as_markdown(found), "utf-8")
+    if any(result.status == "failed" for results in found.values() for result in results):
+        raise SystemExit(1)
+
+
+async def _quietly(cases: Iterable[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
+    from taptwice.conformance.reference import Reference
+    from taptwice.conformance.run import Runner
+
+    async with Reference(app, store, driver, server) as target:
+        runner = Runner(target)
+        return [await runner.run(case) for case in cases]
 
 
 @conformance.command()
 @click.argument("name", metavar="CASE")
-@click.option("--cases", "path", type=click.Path(exists=True, dir_okay=False), help="Other cases.")
+@click.option("--cases", "path", type=FILE, help="Other cases.")
 def explain(name: str, path: str | None) -> None:
     """The rule of a case, its source, and the exchange that is expected."""
     from taptwice.conformance.report import explained
@@ -132,12 +236,13 @@ def selfcheck(record: bool, servers: bool) -> None:
 
 
 async def _recorded() -> dict[str, Observed]:
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
-    async with Runner("fastapi", "sqlite", "aiosqlite") as runner:
-        for case in _cases(None):
-            await runner.run(case)
-        return runner.recorded
+    async with Reference("fastapi", "sqlite", "aiosqlite") as target:
+        runner = Runner(target)
+        results = [await runner.run(case) for case in _cases(None)]
+    return {result.case.id: result.seen for result in results if result.seen is not None}
 
 
 ORDINARY = "D-056"
@@ -146,12 +251,14 @@ ORDINARY = "D-056"
 
 async def _controls() -> bool:
     from taptwice.conformance.apps.broken import CONTROLS
+    from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
     cases = {case.id: case for case in _cases(None)}
     good = True
     for damage, name in CONTROLS.items():
-        async with Runner(f"broken:{damage}", "sqlite", "aiosqlite") as runner:
+        async with Reference(f"broken:{damage}", "sqlite", "aiosqlite") as target:
+            runner = Runner(target)
             ordinary, own = await runner.run(cases[ORDINARY]), await runner.run(cases[name])
         noticed = own.status == "failed" and ordinary.status == "passed"
         good = good and noticed

@@ -4,16 +4,7 @@
 the settings of each case, inside a wrapper. The application itself knows nothing of it. A request is told
 apart by the port that its client connects from, so that nothing is added to what is sent.
 
-The control interface, which a foreign server may offer too, is ``POST /_conformance`` with a JSON object:
-
-    {"do": "configure", "given": {…}, "deployed": {…}}     settings; answers {"skip": reason} when not offered
-    {"do": "reset"}                                        clock, faults, permissions, logs as at the start
-    {"do": "arm", "port": 40112, "id": "r1", "hold_at": point, "fault": {"at", "do", "times"}}
-    {"do": "reached", "id": "r1", "point": point}          answers when the request is there
-    {"do": "release", "id": "r1"}    {"do": "settle"}      let it go on; wait until no request is under way
-    {"do": "clock", "advance": seconds, "set": seconds since 1970, "http": true}
-    {"do": "store", "state": "up|down|read_only|slow:2s"}  {"do": "sweep"}
-    {"do": "revoke", "as": caller}   {"do": "logs"}        {"do": "migrate"}
+The control interface, which a server of somebody else may offer too, is documented in docs/conformance.md.
 """
 
 from __future__ import annotations
@@ -23,22 +14,27 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 
-from taptwice import faults
+from taptwice.conformance import tables
 from taptwice.conformance.apps import middleware
+from taptwice.conformance.apps.region import Region
+from taptwice.conformance.apps.world import Unknown, Withdrawn, World
 from taptwice.conformance.settings import Settings
-from taptwice.conformance.stack import BLOCKING, Stack
-from taptwice.core.plan import Begin, Command, Commit, Plan, Query, Rollback, Together, arun, ask, run
+from taptwice.conformance.stack import Stack
+from taptwice.conformance.wire import CONTROL
+from taptwice.core.plan import Plan, arun, run
 from taptwice.core.policy import seconds
-from taptwice.drivers import Source
-from taptwice.errors import CommitUnknown, StoreUnavailable
+from taptwice.errors import StoreUnavailable
+from taptwice.faults import Injected, Lost, apoint, watched
+from taptwice.faults.points import ordered
 from taptwice.flows.current import KeyHashFilter
 from taptwice.flows.migrate import migrate
 from taptwice.flows.retention import sweep_turn
@@ -47,46 +43,88 @@ BATCH = 1000
 """Records in one transaction of a sweep."""
 
 
-class Injected(Exception):
-    """The failure that a case asks for."""
+class Orders:
+    """What is to happen to one request, and where it has been. Met by whatever thread the request is in."""
 
-
-@dataclass(slots=True)
-class Armed:
-    """A request under orders. The futures are set and awaited by whatever thread the request is in."""
-
-    id: str
-    hold_at: str | None = None
-    fault: dict[str, Any] = field(default_factory=dict)
-    released: Future[None] = field(default_factory=Future)
-    there: dict[str, Future[None]] = field(default_factory=dict)
-    left: int = 1
-    cut: Callable[[], None] = lambda: None
+    def __init__(self, driver: str, hold_at: str | None, fault: dict[str, Any]) -> None:
+        self._driver = driver
+        self._hold_at = hold_at
+        self._fault = fault
+        self._left = int(fault.get("times", 1)) if fault else 0
+        self._been: dict[str, Future[None]] = {}
+        self._released: Future[None] = Future()
+        self.cut: Callable[[], None] = lambda: None
+        """Hangs up on the client."""
+        self.struck = not fault
+        """Whether the fault has happened."""
 
     def at(self, point: str) -> Future[None]:
-        return self.there.setdefault(point, Future())
+        """Done when the request is at the point."""
+        return self._been.setdefault(point, Future())
 
-    def arrive(self, point: str) -> bool:
-        """Whether it is to be held here."""
+    def release(self) -> None:
+        if not self._released.done():
+            self._released.set_result(None)
+
+    def meet(self, point: str, /) -> Future[None] | None:
+        """See `taptwice.faults.points.Order`."""
         if not self.at(point).done():
             self.at(point).set_result(None)
-        return self.hold_at == point
+        if self._hold_at == point and not self._released.done():
+            held: Future[None] = Future()
+            self._released.add_done_callback(lambda _: self._go_on(point, held))
+            return held
+        self._strike(point)
+        return None
 
-    def strike(self, point: str, driver: str) -> str | None:
-        """Do what is to go wrong here; what the executor must do is returned."""
-        if self.fault.get("at") != point or self.left <= 0:
+    def _go_on(self, point: str, held: Future[None]) -> None:
+        try:
+            self._strike(point)
+        except Exception as error:
+            held.set_exception(error)
+        else:
+            held.set_result(None)
+
+    def _strike(self, point: str) -> None:
+        if self._left <= 0 or self._fault["at"] != point:
+            return
+        self._left -= 1
+        self.struck = True
+        match str(self._fault["do"]).partition(":"):
+            case "crash", _, _:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise", _, _:
+                raise Injected(f"injected at {point}")
+            case "drop_reply", _, _ if point == "forward_reply":
+                raise Lost(point, carried_out=True)  # the reply of the other region, not ours
+            case "drop_reply", _, _:
+                self.cut()
+            case "sqlstate", _, code:
+                raise _database_error(self._driver, code)
+            case ("lose_ack" | "lose_request") as deed, _, _:
+                raise Lost(point, carried_out=deed == "lose_ack")
+
+
+class StoreFault:
+    """SQLite has no server that could be stopped: it fails where a transaction begins."""
+
+    def __init__(self, state: str, limit: float | None) -> None:
+        self._state, _, duration = state.partition(":")
+        self._delay = seconds(duration) if duration else 0.0
+        self._limit = limit
+
+    def meet(self, point: str, /) -> Future[None] | None:
+        """See `taptwice.faults.points.Order`."""
+        if point != "begin":
             return None
-        self.left -= 1
-        deed = str(self.fault["do"])
-        if deed == "crash":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if deed == "raise":
-            raise Injected(f"injected at {point}")
-        if deed == "drop_reply":
-            self.cut()
-        if deed.startswith("sqlstate:"):
-            raise _database_error(driver, deed.partition(":")[2])
-        return deed
+        error = StoreUnavailable(f"SQLite: {self._state} (injected)")
+        if self._state != "slow":
+            raise error
+        waits: Future[None] = Future()
+        late = self._limit is not None and self._delay > self._limit
+        end = partial(waits.set_exception, error) if late else partial(waits.set_result, None)
+        threading.Timer(min(self._delay, self._limit or self._delay), end).start()
+        return waits
 
 
 def _database_error(driver: str, code: str) -> Exception:
@@ -110,93 +148,7 @@ def _database_error(driver: str, code: str) -> Exception:
     return OperationalError("injected", {}, original)
 
 
-under_orders: ContextVar[Armed | None] = ContextVar("taptwice_conformance_armed", default=None)
 request_number: ContextVar[int | None] = ContextVar("taptwice_conformance_request", default=None)
-
-
-class Executor:
-    """An executor with the points of a transaction around its commands."""
-
-    def __init__(self, inner: Any, control: Control) -> None:
-        self._inner = inner
-        self._control = control
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _carry(self, command: Command[Any], meet: Callable[[str], Any]) -> Plan[Any]:
-        """The command with its points, as a plan: `meet` gives a command-like thunk to be carried out."""
-        parts = command.commands if isinstance(command, Together) else (command,)
-        claims = any(isinstance(part, Query) and part.statement == "claim" for part in parts)
-        commits = any(isinstance(part, Commit) for part in parts)
-        self._control.check_store(parts)
-        deed = None
-        if claims:
-            yield from ask(meet("before_claim"))
-        if commits:
-            yield from ask(meet("before_commit"))
-            deed = yield from ask(meet("commit"))
-        if deed == "lose_request":
-            yield from ask(Rollback())
-            raise CommitUnknown
-        reply = yield from ask(command)
-        if deed == "lose_ack":
-            raise CommitUnknown
-        if claims and _claimed(parts, reply if isinstance(command, Together) else (reply,)):
-            yield from ask(meet("after_claim"))
-        if commits:
-            yield from ask(meet("after_commit"))
-        return reply
-
-
-def _claimed(parts: tuple[Command[Any], ...], replies: tuple[Any, ...]) -> bool:
-    """Whether the claim among these commands won: the lock is ours, and there is no record."""
-    for part, rows in zip(parts, replies, strict=True):
-        if isinstance(part, Query) and part.statement == "claim":
-            locked, _, _, version, *_ = rows[0]
-            return bool(locked) and version is None
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Meet(Command[Any]):
-    """A point as a command, for the plan above."""
-
-    point: str
-
-
-class BlockingExecutor(Executor):
-    def execute(self, command: Command[Any], /) -> Any:
-        return run(self._carry(command, Meet), self._do)
-
-    def _do(self, command: Command[Any]) -> Any:
-        if isinstance(command, Meet):
-            return self._control.meet_blocking(command.point)
-        return self._inner.execute(command)
-
-
-class AwaitingExecutor(Executor):
-    async def execute(self, command: Command[Any], /) -> Any:
-        return await arun(self._carry(command, Meet), self._do)
-
-    async def _do(self, command: Command[Any]) -> Any:
-        if isinstance(command, Meet):
-            return await self._control.meet(command.point)
-        return await self._inner.execute(command)
-
-
-class ControlledSource:
-    """The application's source, whose executors pass the points."""
-
-    def __init__(self, inner: Source, control: Control) -> None:
-        self.dialect = inner.dialect
-        self.blocking = inner.blocking
-        self._inner = inner
-        self._control = control
-
-    def open(self) -> Executor:
-        make = BlockingExecutor if self.blocking else AwaitingExecutor
-        return make(self._inner.open(), self._control)
 
 
 class Log(logging.Handler):
@@ -222,56 +174,32 @@ class Log(logging.Handler):
 class Control:
     """The application of one process, under control."""
 
-    def __init__(self, create: Callable[[Stack, Settings], Any], driver: str, dsn: str) -> None:
+    def __init__(
+        self, create: Callable[[Stack, Settings, World], tuple[Any, Any]], driver: str, dsn: str
+    ) -> None:
         self._create = create
         self._driver = driver
         self._dsn = dsn
-        self._app: Any = None
+        self._world = World(self.clock)
+        self._settings = Settings()
         self._serve: Any = None
+        self._front: Region | None = None
+        self._once: Any = None
         self._stack: Stack | None = None
-        self._armed: dict[str, Armed] = {}
-        self._ports: dict[int, Armed] = {}
+        self._orders: dict[str, Orders] = {}
+        self._ports: dict[int, Orders] = {}
         self._offset: float | None = None
         self._http_offset = 0.0
-        self._store = "up"
+        self._store: tuple[StoreFault, ...] = ()
         self._numbers = 0
         self._active = 0
         self._idle = asyncio.Event()
         self._log = Log()
         logging.getLogger().addHandler(self._log)
         logging.getLogger().setLevel(logging.INFO)
-        faults.watching = self._watch
-
-    # --- points --------------------------------------------------------------------------------
-
-    async def meet(self, point: str) -> str | None:
-        armed = under_orders.get()
-        if armed is None:
-            return None
-        if armed.arrive(point):
-            await asyncio.wrap_future(armed.released)
-        return armed.strike(point, self._driver)
-
-    def meet_blocking(self, point: str) -> str | None:
-        armed = under_orders.get()
-        if armed is None:
-            return None
-        if armed.arrive(point):
-            armed.released.result()
-        return armed.strike(point, self._driver)
-
-    async def _watch(self, point: str) -> None:
-        if self._driver in BLOCKING:
-            self.meet_blocking(point)
-        else:
-            await self.meet(point)
-
-    def check_store(self, parts: tuple[Command[Any], ...]) -> None:
-        """The faults of SQLite, which has no server to be stopped."""
-        if self._store in ("down", "read_only") and any(isinstance(part, Begin) for part in parts):
-            raise StoreUnavailable(f"SQLite: {self._store} (injected)")
 
     def clock(self) -> float | None:
+        """The test clock, shared by application and database."""
         return None if self._offset is None else time.time() + self._offset
 
     # --- serving -------------------------------------------------------------------------------
@@ -279,32 +207,31 @@ class Control:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        if scope["path"] == "/_conformance":
+        if scope["path"] == CONTROL:
             await self._command(receive, send)
             return
         self._numbers += 1
         number = request_number.set(self._numbers)
-        armed = self._ports.pop(scope["client"][1], None)
-        orders = under_orders.set(armed)
-        if armed is not None:
+        orders = self._ports.pop(scope["client"][1], None)
+        standing = ordered.set((*self._store, *([] if orders is None else [orders])))
+        if orders is not None:
             cycle = getattr(send, "__self__", None)  # uvicorn's; ASGI has no word for hanging up
-            armed.cut = lambda: cycle.transport.abort() if cycle is not None else None
+            orders.cut = lambda: cycle.transport.abort() if cycle is not None else None
         self._active += 1
         self._idle.clear()
         try:
-            await self._serve(scope, receive, self._sending(send, armed))
+            await (self._front or self._serve)(scope, receive, self._sending(send))
         finally:
-            under_orders.reset(orders)
+            ordered.reset(standing)
             request_number.reset(number)
             self._active -= 1
             if not self._active:
                 self._idle.set()
 
-    def _sending(self, send: Any, armed: Armed | None) -> Callable[[Any], Awaitable[None]]:
+    def _sending(self, send: Any) -> Callable[[Any], Awaitable[None]]:
         async def sending(message: Any) -> None:
             if message["type"] == "http.response.start":
-                if armed is not None:
-                    await self.meet("before_reply")
+                await apoint("before_reply")
                 headers = list(message.get("headers", ()))
                 if not any(name.lower() == b"date" for name, _ in headers):
                     moved = time.time() + (self._offset or 0.0) + self._http_offset
@@ -334,78 +261,113 @@ class Control:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(reply).encode()})
 
+    async def do_hello(self) -> dict[str, Any]:
+        commands = [name.removeprefix("do_") for name in dir(self) if name.startswith("do_")]
+        return {"commands": sorted(commands)}
+
     async def do_configure(self, given: dict[str, Any], deployed: dict[str, Any]) -> None:
-        settings = Settings(given, deployed)
+        settings = self._settings = Settings(given, deployed)
         await self.close()
         self._stack = Stack.named(
             self._driver, self._dsn, settings.pool_size, settings.store_timeout, settings.isolation
         )
         await self._stack.open()
-        self._app = self._create(self._stack, settings)
-        once = self._app.state.once
-        once.clock = self.clock
-        once._source = ControlledSource(once.source, self)
-        self._serve = middleware.around(self._app, settings)
+        app, self._once = self._create(self._stack, settings, self._world)
+        self._once.bound = watched(self._once.bound or self._stack.origin)
+        self._serve, self._front = middleware.around(app, settings), None
 
     async def do_reset(self) -> None:
-        self._offset, self._http_offset, self._store = None, 0.0, "up"
-        for armed in self._armed.values():
-            if not armed.released.done():
-                armed.released.set_result(None)
-        self._armed.clear()
+        self._front = None
+        self._offset, self._http_offset, self._store = None, 0.0, ()
+        for orders in self._orders.values():
+            orders.release()
+        self._orders.clear()
         self._ports.clear()
         self._log.lines.clear()
-        shop = self._app.state.shop
-        shop.withdrawn.clear()
-        shop.executions.clear()
+        self._world.reset()
 
     async def do_arm(
         self, port: int, id: str, hold_at: str | None = None, fault: dict[str, Any] | None = None
     ) -> None:
-        armed = Armed(id, hold_at, fault or {}, left=(fault or {}).get("times", 1))
-        self._armed[id] = self._ports[port] = armed
+        self._orders[id] = self._ports[port] = Orders(self._driver, hold_at, fault or {})
 
     async def do_reached(self, id: str, point: str) -> None:
-        await asyncio.wrap_future(self._armed[id].at(point))
+        await asyncio.wrap_future(self._orders[id].at(point))
 
     async def do_release(self, id: str) -> None:
-        released = self._armed[id].released
-        if not released.done():
-            released.set_result(None)
+        self._orders[id].release()
 
-    async def do_settle(self) -> None:
+    async def do_settle(self) -> dict[str, Any]:
+        """Wait until nothing is under way; tell which faults never happened."""
         if self._active:
             await self._idle.wait()
+        return {"unstruck": [id for id, orders in self._orders.items() if not orders.struck]}
 
     async def do_clock(
         self, advance: float | None = None, set: float | None = None, http: bool = False
     ) -> None:
         if http:
-            self._http_offset += advance or 0.0
+            self._http_offset = (self._http_offset if set is None else set - time.time()) + (advance or 0.0)
             return
         if set is not None:
             self._offset = set - time.time()
         self._offset = (self._offset or 0.0) + (advance or 0.0)
 
     async def do_store(self, state: str) -> None:
-        self._store = state
+        self._store = () if state == "up" else (StoreFault(state, self._settings.store_timeout),)
 
     async def do_revoke(self, **what: Any) -> None:
-        self._app.state.shop.withdrawn.add(what["as"])
+        self._world.withdrawn.add(what["as"])
+
+    async def do_behaviour(self, behaviour: dict[str, Any]) -> None:
+        self._world.behaviour = behaviour
+
+    async def do_empty(self) -> None:
+        """Every table as at the beginning of a case."""
+        for statement in tables.emptying():
+            await self._sql(statement)
+
+    async def do_count(self) -> dict[str, Any]:
+        """The rows of each table, and what is in the wallets."""
+        *counts, wallets = [await self._sql(statement) for statement in tables.counting()]
+        rows = dict(zip(tables.COUNTED, (each[0][0] for each in counts), strict=True))
+        return {"keys": rows.pop(tables.RECORDS), "effects": rows, "balances": dict(wallets)}
+
+    async def do_seed(self, number: int, age: float) -> None:
+        dialect = "sqlite" if self._once.bound.dialect == "sqlite" else "postgresql"
+        await self._sql(tables.SEED[dialect].format(n=number, age=age))
+
+    async def _sql(self, statement: str) -> list[Any]:
+        stack = self._stack
+        assert stack is not None  # noqa: S101  # configured before it is told anything
+        async with stack.lent() as database:
+            return await database.execute(statement)
+
+    async def do_region(self, name: str, peers: dict[str, tuple[str, int]], home: dict[str, str]) -> None:
+        """Stand in front of the application as one region of several."""
+        homes = {self._world.login(caller)[0]: region for caller, region in home.items()}
+
+        def home_of(authorization: bytes) -> str | None:
+            try:
+                return homes.get(self._world.login(authorization.decode().removeprefix("Bearer "))[0])
+            except (Unknown, Withdrawn):
+                return None  # the application refuses it
+
+        self._front = Region(self._serve, name, peers, home_of)
 
     async def do_sweep(self) -> dict[str, Any]:
-        once, total = self._app.state.once, 0
+        total = 0
         while True:
-            count = await self._drive(sweep_turn(once.store(), BATCH))
+            count = await self._drive(sweep_turn(self._once.store(), BATCH))
             total += count
             if count < BATCH:
                 return {"swept": total}
 
     async def do_migrate(self) -> None:
-        await self._drive(migrate(self._app.state.once.source.dialect))
+        await self._drive(migrate(self._once.bound.dialect))
 
     async def _drive(self, plan: Plan[Any]) -> Any:
-        source = self._app.state.once.source
+        source = self._once.bound
         if source.blocking:
             return await asyncio.to_thread(run, plan, source.open().execute)
         return await arun(plan, source.open().execute)
@@ -416,10 +378,3 @@ class Control:
     async def close(self) -> None:
         if self._stack is not None:
             await self._stack.close()
-
-
-def interval(duration: str) -> float:
-    """Seconds of a duration that may have several parts, such as 23h59m59s."""
-    import re
-
-    return sum(seconds(part) for part in re.findall(r"\d+(?:\.\d+)?(?:ms|s|m|h|d)", duration))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sqlite3
+import ssl
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ class SqliteDatabase:
 
     store = "sqlite"
 
-    def __init__(self, folder: Path) -> None:
-        self.dsn = str(folder / "conformance.db")
+    def __init__(self, path: Path) -> None:
+        self.dsn = str(path)
 
     async def start(self) -> None:
         with sqlite3.connect(self.dsn) as connection:
@@ -60,12 +62,14 @@ class SqliteDatabase:
 
 
 class PostgresqlDatabase:
-    """A database on a server that runs, dropped at the end."""
+    """A database on a server that runs, dropped at the end. `own`: the server was started for us."""
 
     store = "postgresql"
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, own: bool = False) -> None:
         self._server = server
+        self._own = own
+        self._read_only = False
         self._name = f"taptwice_conformance_{secrets.token_hex(6)}"
         parts = urlsplit(server)
         self._direct = parts._replace(path=f"/{self._name}").geturl()
@@ -113,17 +117,42 @@ class PostgresqlDatabase:
         return await asyncio.to_thread(self._execute, statements)
 
     async def set_store(self, state: str) -> None:
-        """up, down, read_only (by the server's own setting), slow:T."""
-        setting = "SET default_transaction_read_only = on" if state == "read_only" else "RESET ALL"
-        await self.execute(f"ALTER DATABASE {self._name} {setting}")
+        """up, down, read_only, slow:T."""
+        await asyncio.to_thread(self._set_read_only, state == "read_only")
         await self._proxy.set_state(state)
+
+    def _set_read_only(self, wanted: bool) -> None:
+        """By the setting of the server, where that is ours; else by that of our database alone."""
+        if wanted == self._read_only:
+            return
+        self._read_only = wanted
+        name = "default_transaction_read_only"
+        what = f"SET {name} = on" if wanted else f"RESET {name}"
+        if self._own:
+            self._connection.execute(
+                f"ALTER SYSTEM SET {name} = on" if wanted else f"ALTER SYSTEM RESET {name}"
+            )
+            self._connection.execute("SELECT pg_reload_conf()")
+        else:
+            what = f"SET {name} = on" if wanted else f"RESET {name}"
+            self._connection.execute(f"ALTER DATABASE {self._name} {what}")
+        while self._new_sessions_read_only() != wanted:  # a reload is no more than asked for
+            time.sleep(0.01)
+
+    def _new_sessions_read_only(self) -> bool:
+        import psycopg
+
+        with psycopg.connect(self._direct) as fresh:
+            row = fresh.execute("SHOW default_transaction_read_only").fetchone()
+        return row == ("on",)
 
 
 class Proxy:
-    """TCP, passed on byte for byte; or not at all, or late."""
+    """TCP, passed on byte for byte; or not at all, or late. `tls`: it speaks TLS with the target."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._target = (host, port)
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
         self._delay = 0.0
@@ -156,7 +185,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            back, forth = await asyncio.open_connection(*self._target)
+            back, forth = await asyncio.open_connection(*self._target, ssl=self._tls)
         except OSError:
             writer.transport.abort()
             return
@@ -170,7 +199,7 @@ class Proxy:
         for task in left:
             task.cancel()
         for end in (writer, forth):
-            end.transport.abort()
+            end.close()  # what is still to be written is
             self._links.discard(end)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -16,91 +16,179 @@ from typing import Any
 
 from taptwice.errors import Misuse
 
-SETTINGS = frozenset(
-    [
-        "header",
-        "key_source",
-        "key_required",
-        "key_syntax",
-        "key_max_len",
-        "key_format",
-        "key_guard",
-        "methods",
-        "announce_ignored",
-        "echo_key",
-        "replay_header",
-        "replay_allow",
-        "replay_allow_extra",
-        "scope",
-        "anonymous",
-        "auth",
-        "fingerprint",
-        "window",
-        "uuid7_guard",
-        "partition_by",
-        "mode",
-        "in_flight",
-        "wait_max",
-        "retry_after",
-        "pool_size",
-        "lease",
-        "lease_renew",
-        "provider_timeout",
-        "provider_strategy",
-        "completer",
-        "save",
-        "save_max_body",
-        "request_max_body",
-        "request_decompression",
-        "streams",
-        "replay",
-        "store",
-        "store_down",
-        "store_timeout",
-        "read_replica",
-        "read_before_claim",
-        "db_isolation",
-        "gzip_middleware",
-        "cors",
-        "handler_timeout",
-        "nodes",
-        "node2.fingerprint",
-        "regions",
-        "home",
-        "status_map",
-        "client",
-    ]
+Known = Callable[[Any], bool]
+
+
+def _of(*words: Any) -> Known:
+    return lambda value: value in words and type(value) in {type(word) for word in words}
+
+
+def _text(pattern: str) -> Known:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.DOTALL) is not None
+
+
+def _all(known: Known) -> Known:
+    return lambda value: isinstance(value, list) and all(map(known, value))
+
+
+def _members(known: Mapping[str, Known]) -> Known:
+    return lambda value: (
+        isinstance(value, Mapping)
+        and all(name in known and known[name](each) for name, each in value.items())
+    )
+
+
+def _number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+_YES_OR_NO = _of(True, False)
+_NAME = _text(r"[!-~]+")
+_POINTERS = _all(_text(r"(?:/[^/]*)*"))
+DURATION = r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+"
+_DURATION = _text(DURATION)
+_STORES = "postgres|postgresql|mysql|mariadb|sqlite|redis|nats|dynamodb"
+
+FINGERPRINT: Mapping[str, Known] = {
+    "version": _of(1, 2),
+    "parts": _all(_of("method", "path", "query", "media_type", "body")),
+    "json": _of("canonical", "raw"),
+    "form": _of("sorted-stable"),
+    "multipart": _of("parts"),
+    "exclude": _POINTERS,
+    "only": _POINTERS,
+    "headers": _all(_NAME),
+}
+SETTINGS: Mapping[str, Known] = {
+    "header": lambda value: _NAME(value) or _all(_NAME)(value),
+    "key_source": _text(r"header|json:/.*"),
+    "key_required": _YES_OR_NO,
+    "key_syntax": _of("lenient", "strict"),
+    "key_max_len": _number,
+    "key_format": _of("uuid"),
+    "key_guard": _YES_OR_NO,
+    "methods": _all(_of("POST", "PATCH", "PUT", "DELETE")),
+    "announce_ignored": _YES_OR_NO,
+    "echo_key": _YES_OR_NO,
+    "replay_header": _NAME,
+    "replay_allow": _all(_NAME),
+    "replay_allow_extra": _all(_NAME),
+    "scope": _all(_text(r"account|route|user|header:.+")),
+    "anonymous": _of("reject", "shared-uuid"),
+    "auth": _of("required", "optional"),
+    "fingerprint": _members(FINGERPRINT),
+    "window": _DURATION,
+    "uuid7_guard": _YES_OR_NO,
+    "partition_by": _of("none", "hour", "day"),
+    "mode": _of("tx", "lease"),
+    "in_flight": _of("wait", "conflict"),
+    "wait_max": _DURATION,
+    "retry_after": _number,
+    "pool_size": _number,
+    "lease": _DURATION,
+    "lease_renew": _YES_OR_NO,
+    "provider_timeout": _DURATION,
+    "provider_strategy": _of("key", "lookup", "reference", "escalate"),
+    "completer": _YES_OR_NO,
+    "save": _of("final", "success", "all-after-start"),
+    "save_max_body": _number,
+    "request_max_body": _number,
+    "request_decompression": _YES_OR_NO,
+    "streams": _of("pass", "capture"),
+    "replay": _of("stored", "rebuild"),
+    "store": _text(rf"(?:{_STORES})(?:\|(?:{_STORES}))*"),
+    "store_down": _of("closed", "open"),
+    "store_timeout": _DURATION,
+    "read_replica": _YES_OR_NO,
+    "read_before_claim": _YES_OR_NO,
+    "db_isolation": _of("read committed", "repeatable read", "serializable"),
+    "gzip_middleware": _of("outside"),
+    "cors": _YES_OR_NO,
+    "handler_timeout": _DURATION,
+    "nodes": _number,
+    "node2.fingerprint": _members(FINGERPRINT),
+    "regions": _all(_NAME),
+    "home": lambda value: isinstance(value, Mapping),
+    "status_map": _members(dict.fromkeys(("missing", "invalid", "reused", "in_progress", "store"), _number)),
+    "client": _anything,
+    "client.breaker": _anything,
+    "client.budget": _anything,
+    "client.auto_key": _YES_OR_NO,
+    "client.key_quoting": _of("bare", "sf-string"),
+}
+"""Each setting, and whether a value of it is in the language."""
+
+POINTS = {
+    "tx": frozenset(
+        [
+            "before_claim",
+            "after_claim",
+            "in_handler",
+            "between_effects",
+            "after_effect",
+            "before_commit",
+            "commit",
+            "after_commit",
+            "before_reply",
+        ]
+    ),
+    "lease": frozenset(
+        [
+            "after_claim",
+            "after_lease",
+            "before_provider",
+            "after_provider",
+            "after_charged",
+            "before_final_commit",
+            "after_final_commit",
+            "before_reply",
+            "in_handler",
+            "after_effect",
+        ]
+    ),
+    "nested": frozenset({"after_inner"}),
+    "region": frozenset({"forward_reply"}),
+    "relay": frozenset({"after_send"}),
+}
+_POINT = _of(*frozenset().union(*POINTS.values()))
+_FAULT = _members(
+    {
+        "at": _POINT,
+        "do": _text(r"crash|raise|drop_reply|lose_ack|lose_request|sqlstate:[0-9A-Z]{5}"),
+        "times": _number,
+    }
 )
-FINGERPRINT = frozenset(["version", "parts", "json", "form", "multipart", "exclude", "only", "headers"])
-REQUEST = frozenset(
-    [
-        "id",
-        "method",
-        "path",
-        "key",
-        "headers",
-        "headers_b64",
-        "as",
-        "json",
-        "body",
-        "body_b64",
-        "body_gen",
-        "form",
-        "multipart",
-        "content_type",
-        "content_encoding",
-        "transfer",
-        "hold_at",
-        "fault",
-        "max_ms",
-        "node",
-        "region",
-        "via",
-        "follow",
-        "truncate_body_after",
-        "signature",
-    ]
-)
+REQUEST: Mapping[str, Known] = {
+    "id": _anything,
+    "method": _anything,
+    "path": _anything,
+    "key": _anything,
+    "headers": _anything,
+    "headers_b64": _anything,
+    "as": lambda value: value is None or _text(r"acct_\w+(?:/\w+)?|tenant:.*|invalid_token")(value),
+    "json": _anything,
+    "body": _anything,
+    "body_b64": _anything,
+    "body_gen": _members({"size": _number, "seed": _anything}),
+    "form": _anything,
+    "multipart": _members({"boundary": _anything, "parts": _anything}),
+    "content_type": _anything,
+    "content_encoding": _of("gzip", "deflate", "identity"),
+    "transfer": _of("chunked"),
+    "hold_at": _POINT,
+    "fault": _FAULT,
+    "max_ms": _number,
+    "node": _text(r"node\d+"),
+    "region": _NAME,
+    "via": _text(r"direct|duplicating_proxy|node\d+"),
+    "follow": _YES_OR_NO,
+    "truncate_body_after": _number,
+    "signature": _of("valid", "bad"),
+}
 CLIENT_STEPS = frozenset(
     ["server_script", "client_call", "client_calls", "client_restart", "client_resume", "webhook_send"]
 )
@@ -161,6 +249,21 @@ PARTS: Mapping[str, frozenset[str]] = {
     "client_calls": frozenset(["n", "sequential", "parallel", "over", "virtual_time"]),
 }
 """The words inside a step that is an object."""
+
+VALUES: Mapping[str, Known] = {
+    "advance": _DURATION,
+    "set_clock": _text(r"\d{4}-\d\d-\d\dT.+|\{now.*\}"),
+    "sleep": _DURATION,
+    "store": _text(rf"up|down|read_only|slow:{DURATION}"),
+    "replica_lag": _DURATION,
+    "region": lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(each, Mapping) or each in ("up", "down") for each in value.values())
+    ),
+    "reached": lambda value: isinstance(value, Mapping) and _POINT(value.get("point")),
+    "duplicate_all": lambda value: value.get("mode", "sequential") in ("sequential", "parallel"),
+}
+"""Steps whose values are words of the language."""
 
 RESPONSE = frozenset(
     [
@@ -244,35 +347,13 @@ EFFECTS = frozenset(
 KEYS = frozenset({"total", "saved"})
 LOGS = frozenset(["field", "value", "min_requests", "all_lines", "not_contains"])
 
-FAULTS = re.compile(r"crash|raise|drop_reply|lose_ack|lose_request|sqlstate:[0-9A-Z]{5}")
 MATCHERS = re.compile(
     r"present|absent|single|=.*|~.*|contains:.*|int:-?\d+\.\.-?\d+"
     r"|(?:same|same-lines|not-stored|differs-or-absent):\w+",
     re.DOTALL,
 )
-STORE_STATES = re.compile(r"up|down|read_only|slow:\d+(?:ms|s)")
-POINTS = frozenset(
-    [
-        "before_claim",
-        "after_claim",
-        "in_handler",
-        "between_effects",
-        "after_effect",
-        "before_commit",
-        "commit",
-        "after_commit",
-        "before_reply",
-        "after_lease",
-        "before_provider",
-        "after_provider",
-        "after_charged",
-        "before_final_commit",
-        "after_final_commit",
-        "after_inner",
-        "forward_reply",
-        "after_send",
-    ]
-)
+_BRACES = re.compile(r"\{(\w+\.\w+)\}")
+_FROM_ANSWERS = re.compile(r"\w+\.(?:id|etag)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +373,31 @@ class Case:
     note: str = ""
     strange: tuple[str, ...] = ()
     """Words that are not in the language."""
+
+    def requests(self) -> Iterator[Mapping[str, Any]]:
+        """All requests of its steps; one that is sent n times is one."""
+        return (request for step in self.steps() for request in _requests_of(step))
+
+    def steps(self) -> Iterator[Mapping[str, Any]]:
+        """All steps, those that are taken together too."""
+        return _steps(self.when)
+
+
+def _steps(steps: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for step in steps:
+        yield step
+        for value in step.values():
+            yield from _steps(value.get("list", ())) if isinstance(value, Mapping) else ()
+
+
+def _requests_of(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for name, value in step.items():
+        if name in ("send", "start", "webhook_send"):
+            yield value
+        elif isinstance(value, Mapping):
+            if isinstance(value.get("req"), Mapping):
+                yield value["req"]
+            yield from value.get("reqs", ())
 
 
 def own_cases() -> tuple[Case, ...]:
@@ -337,15 +443,19 @@ def _case(raw: Mapping[str, Any]) -> Case:
 
 
 def _strange(given: Mapping[str, Any], when: Any, then: Mapping[str, Any]) -> Iterator[str]:
-    for name in given:
-        if name not in SETTINGS and not name.startswith("client."):
-            yield f"given: {name}"
-    rules = given.get("fingerprint")
-    if isinstance(rules, Mapping):
-        yield from _beyond("given.fingerprint", rules, FINGERPRINT)
+    yield from _unknown("given", given, SETTINGS)
     for step in when:
         yield from _strange_step(step)
     yield from _strange_then(then)
+
+
+def _unknown(where: str, words: Mapping[str, Any], known: Mapping[str, Known]) -> Iterator[str]:
+    """The words and the values that are not in a table."""
+    for name, value in words.items():
+        if name not in known:
+            yield f"{where}: {name}"
+        elif not known[name](value):
+            yield f"{where}.{name}: {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _beyond(where: str, words: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
@@ -361,6 +471,11 @@ def _strange_step(step: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from _beyond(f"when.{name}", step, frozenset({name}) | MODIFIERS.get(name, frozenset()))
     value = step[name]
+    if name in VALUES and not VALUES[name](value):
+        yield f"when.{name}: {value if isinstance(value, str) else json.dumps(value)}"
+        return
+    if "clock" in step and step["clock"] != "http":
+        yield f"clock: {step['clock']}"
     if name in ("send", "start", "webhook_send"):
         yield from _strange_request(name, value)
     if name in PARTS and isinstance(value, Mapping):
@@ -371,23 +486,13 @@ def _strange_step(step: Mapping[str, Any]) -> Iterator[str]:
             yield from _strange_request(name, request)
         for inner in value.get("list", ()):
             yield from _strange_step(inner)
-    if name == "reached" and value.get("point") not in POINTS:
-        yield f"point: {value.get('point')}"
-    if name == "store" and not STORE_STATES.fullmatch(str(value)):
-        yield f"store: {value}"
 
 
 def _strange_request(where: str, request: Mapping[str, Any]) -> Iterator[str]:
-    yield from _beyond(f"when.{where}", request, REQUEST)
-    if request.get("hold_at", "in_handler") not in POINTS:
-        yield f"point: {request['hold_at']}"
-    fault = request.get("fault")
-    if fault is not None:
-        yield from _beyond("fault", fault, frozenset({"at", "do", "times"}))
-        if fault.get("at") not in POINTS:
-            yield f"point: {fault.get('at')}"
-        if not FAULTS.fullmatch(str(fault.get("do"))):
-            yield f"fault: {fault.get('do')}"
+    yield from _unknown(f"when.{where}", request, REQUEST)
+    for word in _BRACES.findall(json.dumps(request)):
+        if not _FROM_ANSWERS.fullmatch(word):
+            yield f"{{{word}}}"
 
 
 def _strange_then(then: Mapping[str, Any]) -> Iterator[str]:

@@ -21,8 +21,8 @@ START = 30
 class Node:
     """One process. It is made anew by `start` when it is gone, on the same database."""
 
-    def __init__(self, app: str, driver: str, dsn: str) -> None:
-        self._asked = {"app": app, "driver": driver, "dsn": dsn}
+    def __init__(self, app: str, driver: str, dsn: str, port: int = 0) -> None:
+        self._asked = {"app": app, "driver": driver, "dsn": dsn, "port": port}
         self._process: asyncio.subprocess.Process | None = None
         self._settings: Any = None
         self.address = ("127.0.0.1", 0)
@@ -63,7 +63,7 @@ class Node:
 
     async def tell(self, command: str, **words: Any) -> dict[str, Any]:
         """A command of the control interface, and its reply."""
-        return await wire.ask(self.address, {"do": command, **words})
+        return await wire.ask(wire.Call(self.address), {"do": command, **words})
 
     async def gone(self) -> None:
         """Wait until a process that was killed is gone."""

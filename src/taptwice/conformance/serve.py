@@ -35,7 +35,7 @@ async def main() -> None:
         create = functools.partial(create, damage)
     control = Control(create, asked["driver"], asked["dsn"])
     await control.do_configure(asked["given"], asked["deployed"])
-    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listening = socket.create_server(("127.0.0.1", asked["port"]), backlog=512)
     config = uvicorn.Config(
         control,
         lifespan="off",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from taptwice.core.fingerprint import Rules
+from taptwice.core.fingerprint import PARTS, Rules
 from taptwice.core.header import KeySyntax
 from taptwice.core.policy import REPLAYED_HEADERS, Policy, seconds
 
@@ -17,24 +18,6 @@ PROBLEMS = {
     "in_progress": "in-progress",
     "store": "store-unavailable",
 }
-
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "mode": ("tx",),
-    "partition_by": ("none",),
-    "replay": ("stored",),
-    "store_down": ("closed",),
-    "announce_ignored": (False,),
-    "echo_key": (False,),
-    "read_replica": (False,),
-    "completer": (False,),
-    "cors": (True, False),
-    "gzip_middleware": ("outside",),
-}
-"""Settings of which only some values are offered."""
-
-_ABSENT = frozenset(
-    {"lease", "lease_renew", "provider_timeout", "provider_strategy", "regions", "home", "client"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +35,10 @@ class Settings:
     def names(self) -> tuple[str, ...]:
         names = self._get("header", "Idempotency-Key")
         return (names,) if isinstance(names, str) else tuple(names)
+
+    @property
+    def replay_header(self) -> str:
+        return str(self._get("replay_header", "Idempotent-Replayed"))
 
     @property
     def auth(self) -> str:
@@ -84,6 +71,18 @@ class Settings:
         return bool(self._get("request_decompression", False))
 
     @property
+    def echo_key(self) -> bool:
+        return bool(self._get("echo_key", False))
+
+    @property
+    def announce_ignored(self) -> bool:
+        return bool(self._get("announce_ignored", False))
+
+    @property
+    def rebuild(self) -> bool:
+        return bool(self._get("replay", "stored") == "rebuild")
+
+    @property
     def gzip(self) -> bool:
         return bool(self._get("gzip_middleware", None) == "outside")
 
@@ -100,14 +99,14 @@ class Settings:
     def payments_response(self) -> str:
         return str(self.deployed.get("payments_response", "v1"))
 
-    def account_of(self, account: str, user: str, headers: Mapping[str, str]) -> str:
+    def account_of(self, account: str, user: str, header: Callable[[str], str | None]) -> str:
         """What together makes the account, for the cases that add to it."""
         parts = [account]
         for part in self._get("scope", ("account",)):
             if part == "user":
                 parts.append(f"user={user}")
             elif part.startswith("header:"):
-                parts.append(f"{part}={headers.get(part.removeprefix('header:'), '')}")
+                parts.append(f"{part}={header(part.removeprefix('header:')) or ''}")
         return "\n".join(parts)
 
     def policy(self) -> Policy:
@@ -139,7 +138,7 @@ class Settings:
             save_max_body=get("save_max_body", 1_048_576),
             request_max_body=get("request_max_body", 10_485_760),
             streams=get("streams", "pass"),
-            replay_header=get("replay_header", "Idempotent-Replayed"),
+            replay_header=self.replay_header,
             replay_allow=allow,
             status={PROBLEMS[name]: status for name, status in get("status_map", {}).items()},
         )
@@ -151,31 +150,11 @@ class Settings:
             exclude=tuple(rules.get("exclude", ())),
             only=tuple(rules.get("only", ())),
             headers=tuple(rules.get("headers", ())),
+            parts=tuple(rules.get("parts", PARTS)),
             version=rules.get("version", 1),
         )
 
-    def not_offered(self, store: str, driver: str) -> Iterator[str]:
-        """Why a case with these settings cannot be run on a store; nothing when it can."""
-        if driver.startswith("psycopg") and "store_timeout" in self.given:
-            yield "psycopg has no time limit of its own on a statement"
-        for name, value in self.given.items():
-            if name in _ABSENT or name.partition(".")[0] in ("client", "node2"):
-                yield f"{name} is not built"
-            elif name in _ONLY and value not in _ONLY[name]:
-                yield f"{name}={value} is not built"
-        wanted = str(self.given.get("store", store)).replace("postgresql", "postgres").split("|")
-        if store.replace("postgresql", "postgres") not in wanted:
-            yield f"for the store {'|'.join(wanted)}"
-        if store == "sqlite" and {"store_timeout", "db_isolation"} & self.given.keys():
-            yield "SQLite has no such setting: " + ", ".join(
-                {"store_timeout", "db_isolation"} & self.given.keys()
-            )
-        rules = self.given.get("fingerprint", {})
-        default = ["method", "path", "query", "media_type", "body"]
-        if rules.get("parts", default) != default:
-            yield "the parts of the fingerprint cannot be chosen"
-        if (
-            rules.get("form", "sorted-stable") != "sorted-stable"
-            or rules.get("multipart", "parts") != "parts"
-        ):
-            yield "forms are always read by their meaning"
+
+def interval(duration: str) -> float:
+    """Seconds of a duration that may have several parts, such as 23h59m59s."""
+    return sum(seconds(part) for part in re.findall(r"\d+(?:\.\d+)?(?:ms|s|m|h|d)", duration))

@@ -10,11 +10,13 @@ that such a service would have: nothing in it ever suspends.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,23 @@ DRIVERS = {
     "postgresql": ("psycopg", "psycopg-async", "asyncpg", "sqlalchemy", "sqlalchemy-async"),
 }
 BLOCKING = frozenset({"sqlite3", "psycopg", "sqlalchemy"})
+APPS = {
+    "fastapi": frozenset(DRIVERS["sqlite"] + DRIVERS["postgresql"]),
+    "starlette": frozenset(DRIVERS["sqlite"] + DRIVERS["postgresql"]) - BLOCKING,
+    "flask": BLOCKING,
+}
+"""The reference applications, and the drivers that each can be run with."""
+
+
+DEFAULTS = ("aiosqlite", "asyncpg", "sqlite3", "psycopg")
+
+
+def default_driver(app: str, store: str) -> str:
+    """The driver to take when nobody names one. Raises `Misuse` for an application that is not there."""
+    if app not in APPS:
+        raise Misuse(f"no application {app!r}: choose of {', '.join(APPS)}")
+    return next(driver for driver in DEFAULTS if driver in DRIVERS[store] and driver in APPS[app])
+
 
 _NAME = re.compile(r"(?<!:):([a-z_]+)")
 
@@ -60,6 +79,22 @@ class Database:
         """What a session needs outside a claim; a connection of `once.connection` is committed for us."""
         if hasattr(self._connection, "get_bind"):
             await _now(self._connection.commit())
+
+
+class BlockingDatabase:
+    """The same for handlers that block."""
+
+    def __init__(self, connection: Any) -> None:
+        self._database = Database(connection)
+
+    def execute(self, statement: str, **values: Any) -> list[tuple[Any, ...]]:
+        """As `Database.execute`."""
+        rows: list[tuple[Any, ...]] = drive(self._database.execute(statement, **values))
+        return rows
+
+    def commit(self) -> None:
+        """As `Database.commit`."""
+        drive(self._database.commit())
 
 
 async def _now(value: Any) -> Any:
@@ -103,14 +138,29 @@ class Stack:
         blocking.__signature__ = inspect.signature(handler, eval_str=True)  # type: ignore[attr-defined]
         return blocking
 
+    async def sleep(self, duration: float) -> None:
+        """Work that takes a while, in seconds."""
+        if self.driver in BLOCKING:
+            time.sleep(duration)  # noqa: ASYNC251  # in a thread of its own
+        elif duration:
+            await asyncio.sleep(duration)
+
     async def reading(self, statement: str) -> list[tuple[Any, ...]]:
         """Read something on a connection of its own, as a login does before the claim."""
+        async with self.lent() as database:
+            return await database.execute(statement)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[Database]:
+        """A connection outside of any claim, committed at the end."""
         if self.driver in ("sqlite3", "aiosqlite"):
             connection = await _now(self.origin())
             try:
-                return await Database(connection).execute(statement)
+                yield Database(connection)
+                await _now(connection.commit())
             finally:
                 await _now(connection.close())
+            return
         lend = (
             getattr(self.origin, "connection", None) or getattr(self.origin, "acquire", None) or self.origin
         )
@@ -121,7 +171,19 @@ class Stack:
                 if hasattr(lent, "__aenter__")
                 else stack.enter_context(lent)
             )
-            return await Database(connection).execute(statement)
+            yield Database(connection)
+            await Database(connection).commit()
+
+    @contextmanager
+    def lent_blocking(self) -> Iterator[BlockingDatabase]:
+        """The same for a handler that blocks."""
+        if self.driver == "sqlite3":
+            with closing(self.origin()) as connection, connection:
+                yield BlockingDatabase(connection)
+            return
+        with (self.origin.connection if self.driver == "psycopg" else self.origin)() as connection:
+            yield BlockingDatabase(connection)
+            connection.commit()
 
     @classmethod
     def named(
@@ -169,11 +231,43 @@ def _options(timeout: float | None, isolation: str | None) -> str:
     return " ".join(options)
 
 
+def _within(limit: float, statement: Generator[Any, Any, Any], connection: Any) -> Generator[Any, Any, Any]:
+    """What psycopg waits for, with an end: it asks again every moment that nothing has come."""
+    import psycopg
+
+    end = time.monotonic() + limit
+    try:
+        wanted = next(statement)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > end:
+                connection.pgconn.finish()
+                raise psycopg.OperationalError(f"no answer within {limit:g} s")
+            wanted = statement.send(ready)
+    except StopIteration as done:
+        return done.value
+
+
+def _limited(kind: Any, limit: float | None) -> Any:
+    """The class of connections whose statements have a time limit, which psycopg does not offer."""
+    if limit is None:
+        return kind
+    seconds = limit
+
+    class Limited(kind):  # type: ignore[misc]
+        def wait(self, statement: Any, *arguments: Any, **named: Any) -> Any:
+            return super().wait(_within(seconds, statement, self), *arguments, **named)
+
+    return Limited
+
+
 def _psycopg(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
+    from psycopg import Connection
     from psycopg_pool import ConnectionPool
 
     pool = ConnectionPool(
         dsn,
+        connection_class=_limited(Connection, timeout),
         min_size=1,
         max_size=pool_size,
         open=False,
@@ -194,10 +288,12 @@ def _psycopg(driver: str, dsn: str, pool_size: int, timeout: float | None, isola
 def _psycopg_async(
     driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None
 ) -> Stack:
+    from psycopg import AsyncConnection
     from psycopg_pool import AsyncConnectionPool
 
     pool = AsyncConnectionPool(
         dsn,
+        connection_class=_limited(AsyncConnection, timeout),
         min_size=1,
         max_size=pool_size,
         open=False,

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from taptwice.sql import Dialect
 
-TABLES = ("payments", "transfers", "ledger", "wallets", "effects", "uploads", "unkeyed")
+TABLES = (
+    "payments",
+    "payments_inserted",
+    "transfers",
+    "ledger",
+    "wallets",
+    "effects",
+    "uploads",
+    "unkeyed",
+)
+RECORDS = "taptwice_records"
+COUNTED = (*TABLES, RECORDS)
 
 _TABLES = """
 CREATE TABLE payments (id text PRIMARY KEY, amount_cents bigint NOT NULL, currency text NOT NULL);
+CREATE TABLE payments_inserted (id text NOT NULL);
 CREATE TABLE transfers (
     id text PRIMARY KEY, source text NOT NULL, target text NOT NULL, amount_cents bigint NOT NULL);
 CREATE TABLE ledger (transfer text NOT NULL, wallet text NOT NULL, amount_cents bigint NOT NULL);
@@ -36,11 +48,28 @@ SEED = {
 """Insert n records of an age in seconds, as if they had been made by requests."""
 
 
+_EVER = {
+    "sqlite": """
+        CREATE TRIGGER counted AFTER INSERT ON payments
+        BEGIN INSERT INTO payments_inserted (id) VALUES (NEW.id); END""",
+    "postgresql": """
+        CREATE RULE counted AS ON INSERT TO payments
+        DO ALSO INSERT INTO payments_inserted (id) VALUES (NEW.id)""",
+}
+"""Inserts ever, whatever is deleted later."""
+
+
 def making(dialect: Dialect) -> list[str]:
     """The statements that make them."""
-    return [part for each in _TABLES.split(";") if (part := each.strip())]
+    return [*(part for each in _TABLES.split(";") if (part := each.strip())), _EVER[dialect]]
 
 
 def emptying() -> list[str]:
     """The statements after which every table is as at the beginning of a case."""
-    return [*(f"DELETE FROM {table}" for table in (*TABLES, "taptwice_records")), _FRESH]  # noqa: S608
+    return [*(f"DELETE FROM {table}" for table in COUNTED), _FRESH]  # noqa: S608
+
+
+def counting() -> list[str]:
+    """The statements that count the rows of each table, in the order of `COUNTED`, and the wallets."""
+    counts = [f"SELECT count(*) FROM {table}" for table in COUNTED]  # noqa: S608
+    return [*counts, "SELECT id, balance_cents FROM wallets"]

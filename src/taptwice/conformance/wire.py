@@ -9,6 +9,7 @@ import json
 import random
 import socket
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,19 +87,16 @@ class Response:
 # --- from a case to a request ---------------------------------------------------------------------------
 
 
-def authorization(caller: str | None) -> str | None:
-    """The value of the Authorization header of a caller; None for nobody."""
-    return None if caller is None else f"Bearer {caller}"
+def login(caller: str | None) -> list[Line]:
+    """The lines that say who is calling, in the reference applications; None is nobody."""
+    return [] if caller is None else [(b"Authorization", f"Bearer {caller}".encode())]
 
 
 def request_of(
-    spec: Mapping[str, Any], key_header: str, authorize: Callable[[str | None], str | None] = authorization
+    spec: Mapping[str, Any], key_header: str, login: Callable[[str | None], list[Line]] = login
 ) -> Request:
     """The request that a case describes."""
-    lines: list[Line] = []
-    caller = spec.get("as", "acct_a")
-    if (login := authorize(caller)) is not None:
-        lines.append((b"Authorization", login.encode()))
+    lines = login(spec.get("as", "acct_a"))
     if "key" in spec:
         lines.append((key_header.encode(), spec["key"].encode()))
     lines += [(name.encode(), value.encode()) for name, value in spec.get("headers", ())]
@@ -108,7 +106,7 @@ def request_of(
     if kind is not None:
         lines.append((b"Content-Type", kind.encode()))
     if (encoding := spec.get("content_encoding")) is not None:
-        body = gzip.compress(body, mtime=0) if encoding == "gzip" else body
+        body = _ENCODERS[encoding](body)
         lines.append((b"Content-Encoding", encoding.encode()))
     chunked = spec.get("transfer") == "chunked"
     if chunked:
@@ -120,6 +118,13 @@ def request_of(
     return Request(
         spec.get("method", "POST"), path, tuple(lines), body[:cut], chunked and cut is None, cut is None
     )
+
+
+_ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "gzip": lambda body: gzip.compress(body, mtime=0),
+    "deflate": zlib.compress,
+    "identity": lambda body: body,
+}
 
 
 def _body(spec: Mapping[str, Any]) -> tuple[bytes, str | None]:
@@ -136,14 +141,17 @@ def _body(spec: Mapping[str, Any]) -> tuple[bytes, str | None]:
         wanted = spec["body_gen"]
         return random.Random(wanted["seed"]).randbytes(wanted["size"]), "application/octet-stream"
     if "form" in spec:
-        return urlencode(spec["form"], doseq=True).encode(), "application/x-www-form-urlencoded"
+        form = spec["form"]
+        pairs = form if isinstance(form, Mapping) else [tuple(pair) for pair in form]
+        text = form if isinstance(form, str) else urlencode(pairs, doseq=True)
+        return text.encode(), "application/x-www-form-urlencoded"
     if "multipart" in spec:
         return _multipart(spec["multipart"])
     return b"", None
 
 
 def _multipart(spec: Mapping[str, Any]) -> tuple[bytes, str]:
-    boundary = spec["boundary"].encode()
+    boundary = str(spec.get("boundary", "taptwice")).encode()
     body = b""
     for part in spec["parts"]:
         disposition = f'form-data; name="{part["name"]}"'
@@ -154,7 +162,7 @@ def _multipart(spec: Mapping[str, Any]) -> tuple[bytes, str]:
             lines.append(f"Content-Type: {part['content_type']}")
         content = base64.b64decode(part["b64"]) if "b64" in part else part["text"].encode()
         body += b"--" + boundary + b"\r\n" + "\r\n".join(lines).encode() + b"\r\n\r\n" + content + b"\r\n"
-    return body + b"--" + boundary + b"--\r\n", f"multipart/form-data; boundary={spec['boundary']}"
+    return body + b"--" + boundary + b"--\r\n", f"multipart/form-data; boundary={boundary.decode()}"
 
 
 # --- on the wire ----------------------------------------------------------------------------------------
@@ -225,6 +233,8 @@ class Call:
     """One request on its way, on a connection of its own, which can be hung up."""
 
     address: tuple[str, int]
+    host: str = ""
+    """What it calls the server, where that is not its address."""
     link: socket.socket | None = None
     _hung_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -254,7 +264,8 @@ class Call:
                 await connected(self.link.getsockname()[1])
                 started = time.monotonic()
             incoming = Incoming(self.link)
-            await loop.sock_sendall(self.link, request.head(f"{self.address[0]}:{self.address[1]}"))
+            host = self.host or f"{self.address[0]}:{self.address[1]}"
+            await loop.sock_sendall(self.link, request.head(host))
             if request.expects and await incoming.head(response) != 100:
                 await incoming.body(request.method, response)
             elif not request.whole:
@@ -278,11 +289,14 @@ class Call:
         self._hung_up.set()
 
 
-async def ask(address: tuple[str, int], command: Mapping[str, Any]) -> dict[str, Any]:
-    """A command of the control interface, and its reply."""
+CONTROL = "/_conformance"
+
+
+async def ask(call: Call, command: Mapping[str, Any], path: str = CONTROL) -> dict[str, Any]:
+    """A command of the control interface, and its reply. Raises RuntimeError."""
     body = json.dumps(command).encode()
     lines = ((b"Content-Type", b"application/json"), (b"Content-Length", str(len(body)).encode()))
-    response = await Call(address).send(Request("POST", "/_conformance", lines, body))
+    response = await call.send(Request("POST", path, lines, body))
     if response.status != 200:
         raise RuntimeError(f"the control interface answered {response.status}: {response.body.decode()}")
     reply: dict[str, Any] = response.json()

@@ -31,6 +31,9 @@ VERSION: Final = 1
 VERSIONS: Final = frozenset({1, 2})
 """The versions that this code can make."""
 
+PARTS: Final = ("method", "path", "query", "media_type", "body")
+"""What of a request counts, unless told otherwise."""
+
 # Limits on the careful reading of a body; beyond them its bytes count. They are fixed, since a limit that
 # followed the free stack or memory would read one body in two ways.
 MAX_DEPTH: Final = 100
@@ -64,9 +67,15 @@ class Rules:
     headers: tuple[str, ...] = ()
     """Names, in any case, of the header fields that count too."""
     version: int = VERSION
+    parts: tuple[str, ...] = PARTS
+    """What of the request counts, beside the named headers; what is left out is taken as empty."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
+        if unknown := set(self.parts) - set(PARTS):
+            raise ValueError(
+                f"no part of a request: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
+            )
         for pointer in self.exclude + self.only:
             if not re.fullmatch(r"(?:/(?:[^~/]|~[01])*)*", pointer):
                 raise ValueError(f"not a JSON pointer (RFC 6901), such as /meta/sent_at: {pointer!r}")
@@ -111,15 +120,16 @@ def of_request(
     content_type = b", ".join(_lines(headers, b"content-type"))
     media_type = content_type.partition(b";")[0].strip().lower()
     named = sorted({name.lower().encode("latin-1", "replace") for name in rules.headers})
+    parts = rules.parts
     return _fingerprint(
         rules,
         b"request",
-        _utf8(method.upper()),
-        _utf8(path) if isinstance(path, str) else path,
-        _fields(query),
-        media_type,
+        _utf8(method.upper()) if "method" in parts else b"",
+        (_utf8(path) if isinstance(path, str) else path) if "path" in parts else b"",
+        _fields(query) if "query" in parts else b"",
+        media_type if "media_type" in parts else b"",
         _pack(_pack((name, *_lines(headers, name))) for name in named),
-        *_body(media_type, content_type, body, rules),
+        *(_body(media_type, content_type, body, rules) if "body" in parts else (b"", b"")),
     )
 
 

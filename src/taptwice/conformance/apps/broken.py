@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from taptwice.conformance.apps import fastapi
+from taptwice.conformance.apps.world import World
 from taptwice.conformance.settings import Settings
 from taptwice.conformance.stack import Stack
 from taptwice.core import fingerprint
@@ -98,7 +99,7 @@ class NoGate:
         yield lambda: None
 
 
-def create_app(damage: str, stack: Stack, settings: Settings) -> Any:
+def create_app(damage: str, stack: Stack, settings: Settings, world: World) -> tuple[Any, Any]:
     """The application, damaged. What it patches is gone with its process."""
     if damage == "no-account":
         Settings.account_of = lambda *_: "everybody"  # type: ignore[method-assign]
@@ -106,9 +107,8 @@ def create_app(damage: str, stack: Stack, settings: Settings) -> Any:
         fingerprint.of_request = lambda *_: fingerprint.of_bytes(b"")
     if damage == "replays-500":
         Policy.keeps = lambda *_: True  # type: ignore[method-assign]
-    app = fastapi.create_app(stack, settings)
-    once = app.state.once
-    once._source = DamagedSource(once.source, damage)
+    app, once = fastapi.create_app(stack, settings, world)
+    once.bound = DamagedSource(once.source, damage)
     if damage == "check-then-insert":
-        once.gate = NoGate()
-    return app
+        once.gate = NoGate()  # type: ignore[assignment]
+    return app, once

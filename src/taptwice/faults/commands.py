@@ -1,45 +1,21 @@
-"""Faults at every command: how to prove that a retry is safe, for our plans and for functions of yours.
-
-    crash_at(n, target)    the process dies at the n-th command that is sent through `target`
-    every(start)           loops: each kind of fault at each command, once or several times in a row
-    interleavings(start)   loops: the commands of several workers, in each order
-
-A *target* is what a claim is given: a connection, a pool, an engine, an executor. All counting is done at
-the executor, so that these work on functions as well as on plans:
-
-    def start():
-        database = new_database()
-        return lambda faulty: pay(faulty(database.pool), key="k-1")     # one attempt
-
-    for trial in every(start, in_a_row=2):
-        answer = trial.retry()                                          # no fault this time
-        assert charges(...) == 1, trial
-
-A function that awaits is called through ``asyncio.run`` in that lambda. Only commands are seen (the
-claim, the savepoint, the answer, the commit), not the statements of your own; a crash between two of
-yours leaves the same database as a crash before our next command. Whoever wants finer places yields or
-executes commands of his own.
-"""
+"""A fault at every command that is sent through a target."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from taptwice import drivers
 from taptwice.core.plan import (
-    Begin,
     Close,
     Command,
     Commit,
-    Join,
     Now,
     Plan,
-    Query,
     Result,
     Rollback,
     Sleep,
@@ -47,21 +23,8 @@ from taptwice.core.plan import (
     arun,
     run,
 )
-from taptwice.errors import Busy, CommitUnknown, Misuse, StoreUnavailable
+from taptwice.errors import CommitUnknown, Misuse, StoreUnavailable
 from taptwice.sql import Dialect
-
-__all__ = [
-    "Crash",
-    "Fault",
-    "Interleaving",
-    "Kind",
-    "Trial",
-    "crash_at",
-    "driving",
-    "every",
-    "interleavings",
-    "point",
-]
 
 
 class Crash(BaseException):
@@ -317,189 +280,3 @@ def _outcome(attempt: Callable[[Faulty], Any], fate: Fate) -> Any:
         return attempt(lambda target: _faulty(target, fate))
     except (Exception, Crash) as error:
         return error
-
-
-# --- named points -----------------------------------------------------------------------------------------
-
-
-watching: Callable[[str], Awaitable[None]] | None = None
-"""Called at every `point` of the process, with its name; None, as in production: nobody watches."""
-
-
-async def point(name: str) -> None:
-    """A named place in a handler, where a test may stop it, make it fail or kill its process.
-
-        await point("between_effects")
-
-    It does nothing unless somebody set `taptwice.faults.watching`. On a blocking driver whoever watches
-    blocks, and this never suspends.
-    """
-    if watching is not None:
-        await watching(name)
-
-
-# --- interleavings ----------------------------------------------------------------------------------------
-
-
-class Workers(Protocol):
-    """A world with workers in it: plans, each with the blocking executor that carries its commands out."""
-
-    @property
-    def workers(self) -> Sequence[tuple[Plan[Any], Any]]: ...
-
-
-World = TypeVar("World", bound=Workers)
-
-
-@dataclass(frozen=True, slots=True)
-class Interleaving(Generic[World]):
-    """One order that was run. `order`: whose turn it was at each step; `outcomes`: as in `Trial`."""
-
-    world: World
-    order: tuple[int, ...]
-    outcomes: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return "".join(map(str, self.order))
-
-
-def interleavings(start: Callable[[], World], cuts: int | None = 2) -> Iterator[Interleaving[World]]:
-    """Run every order of the workers' commands with at most `cuts` interruptions of one that could go on.
-
-    None: every order whatever. A `Together` is taken apart. Nobody really waits: time is virtual, a
-    worker that sleeps or waits for a lock lets the others go on, and gives up when nobody can.
-    """
-    todo: list[tuple[int, ...]] = [()]
-    while todo:
-        prefix = todo.pop()
-        world = start()
-        game = _Game(world.workers)
-        game.play(prefix)
-        yield Interleaving(world, tuple(game.order), tuple(player.outcome for player in game.players))
-        for step in range(len(prefix), len(game.order)):
-            for other in game.options[step]:
-                branch = (*game.order[:step], other)
-                if other != game.order[step] and (cuts is None or game.cuts(branch) <= cuts):
-                    todo.append(branch)
-
-
-@dataclass(slots=True)
-class _Player:
-    plan: Plan[Any]
-    execute: Callable[[Command[Any]], Any]
-    command: Command[Any] | None = None
-    waits: bool = False
-    outcome: Any = None
-
-
-class _Game:
-    """A run of several plans, in which one of them is carried on by one command at each step."""
-
-    def __init__(self, workers: Sequence[tuple[Plan[Any], Any]]) -> None:
-        self.clock = 0.0
-        self.order: list[int] = []
-        self.options: list[tuple[int, ...]] = []
-        self.players = [_Player(_apart(plan), executor.execute) for plan, executor in workers]
-
-    def play(self, prefix: Sequence[int]) -> None:
-        for player in self.players:
-            self._resume(player, lambda plan: next(plan))
-        while alive := [index for index, player in enumerate(self.players) if player.command is not None]:
-            ready = [index for index in alive if not self.players[index].waits]
-            options = ready or alive
-            step = len(self.order)
-            last = self.order[-1] if self.order else 0
-            chosen = prefix[step] if step < len(prefix) else last if last in options else options[0]
-            self.order.append(chosen)
-            self.options.append(tuple(options))
-            self._step(self.players[chosen], patient=len(alive) > 1 and bool(ready))
-
-    def cuts(self, order: Sequence[int]) -> int:
-        """How often somebody was interrupted who could have gone on."""
-        return sum(
-            order[step] != order[step - 1] and order[step - 1] in self.options[step]
-            for step in range(1, len(order))
-        )
-
-    def _step(self, player: _Player, patient: bool) -> None:
-        command = player.command
-        assert command is not None  # noqa: S101
-        at_once = _at_once(command)
-        refused = False
-        try:
-            reply = player.execute(at_once)
-            refused = at_once != command and isinstance(command, Query) and not reply[0][0]
-        except Busy as error:
-            if at_once != command or isinstance(command, Query):
-                refused = True
-            if not (refused and patient):
-                self._throw(player, error)
-        except BaseException as error:
-            self._throw(player, error)
-        else:
-            if not (refused and patient):
-                self._resume(player, lambda plan: plan.send(reply))
-        for other in self.players:
-            other.waits = other.waits and other is player
-        player.waits = player.waits or (refused and patient)
-
-    def _throw(self, player: _Player, error: BaseException) -> None:
-        self._resume(player, lambda plan: plan.throw(error))
-
-    def _resume(self, player: _Player, onward: Callable[[Plan[Any]], Command[Any]]) -> None:
-        """On to the next command; those of the clock are answered here."""
-        player.waits = False
-        try:
-            command = onward(player.plan)
-            while isinstance(command, Now | Sleep):
-                if isinstance(command, Sleep):
-                    self.clock += command.seconds
-                    player.waits = True
-                    command = player.plan.send(None)
-                else:
-                    command = player.plan.send(self.clock)
-            player.command = command
-        except StopIteration as stop:
-            player.command, player.outcome = None, stop.value
-        except (Exception, Crash) as error:
-            player.command, player.outcome = None, error
-
-
-def _at_once(command: Command[Any]) -> Command[Any]:
-    """The same command without waiting."""
-    if isinstance(command, Begin | Join) and command.wait:
-        return replace(command, wait=0.0)
-    if isinstance(command, Query) and dict(command.parameters).get("wait_ms"):
-        return Query(command.statement, tuple({**dict(command.parameters), "wait_ms": 0}.items()))
-    return command
-
-
-def _apart(plan: Plan[Result]) -> Plan[Result]:
-    """The same plan with each `Together` as single commands."""
-    onward: Callable[[], Command[Any]] = lambda: next(plan)  # noqa: E731
-    try:
-        while True:
-            command = onward()
-            try:
-                if isinstance(command, Together):
-                    replies = []
-                    for each in command.commands:
-                        replies.append((yield each))
-                    reply: Any = tuple(replies)
-                else:
-                    reply = yield command
-            except BaseException as error:
-                onward = _throwing(plan, error)
-            else:
-                onward = _sending(plan, reply)
-    except StopIteration as stop:
-        result: Result = stop.value
-        return result
-
-
-def _sending(plan: Plan[Any], reply: Any) -> Callable[[], Command[Any]]:
-    return lambda: plan.send(reply)
-
-
-def _throwing(plan: Plan[Any], error: BaseException) -> Callable[[], Command[Any]]:
-    return lambda: plan.throw(error)
