@@ -18,7 +18,8 @@ from taptwice.core.model import Answer
 from taptwice.core.plan import Plan, ask
 from taptwice.drivers import sqlite as sqlite_driver
 from taptwice.errors import TaptwiceError
-from taptwice.faults import Crash, Faulty, every
+from taptwice.faults import Crash, every
+from taptwice.faults.commands import Faulty
 
 REQUEST = fingerprint_of("POST", "https://shop/charges", b'{"cents": 700}')
 DEATHS = (None, "before", "after")

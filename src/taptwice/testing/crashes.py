@@ -13,7 +13,8 @@ from taptwice.core.plan import Close, Command, Plan, Query, Rollback, ask
 from taptwice.core.policy import Policy
 from taptwice.drivers import Source
 from taptwice.errors import Misuse
-from taptwice.faults import AsyncFaultyExecutor, Fate, Fault, FaultyExecutor, Kind
+from taptwice.faults import Fault, Kind
+from taptwice.faults.commands import AsyncFaultyExecutor, Fate, FaultyExecutor
 from taptwice.http.exchange import Settings
 from taptwice.sql import Dialect
 from taptwice.testing.calls import Answer, Call, Outcome, answered, differences, new_key
