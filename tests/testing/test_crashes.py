@@ -242,6 +242,26 @@ async def test_a_dead_process_says_nothing_more(
     assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
 
+def test_one_effect_of_which_the_client_is_told_no(tmp_path: pathlib.Path) -> None:
+    """Somebody else refuses the second time, say by a unique number: nobody ever has the first answer."""
+    shop = flask_shop(tmp_path)
+
+    def order() -> Any:
+        number = request.headers["Idempotency-Key"]
+        if number in shop.mails:
+            return {"error": "exists"}, 409
+        shop.mails.append(number)
+        return {}, 201
+
+    shop.app.add_url_rule("/orders", view_func=shop.once.keyed()(order), methods=["POST"])
+    client = shop.app.test_client()
+    with pytest.raises(AssertionError) as failed:
+        assert_crash_safe(client, "POST", "/orders", once=shop.once, effects=lambda: len(shop.mails))
+    text = str(failed.value)
+    assert "(commit), crash before: the retry: status: expected 201 as without a fault, found 409 " in text
+    assert "effect: " not in text
+
+
 def test_a_route_that_takes_no_key(tmp_path: pathlib.Path) -> None:
     shop = flask_shop(tmp_path)
     client = shop.app.test_client()

@@ -18,7 +18,7 @@ from taptwice.faults.commands import AsyncFaultyExecutor, Fate, FaultyExecutor
 from taptwice.http.exchange import Settings
 from taptwice.sql import Dialect
 from taptwice.testing.calls import Answer, Call, Outcome, answered, differences, new_key
-from taptwice.testing.effects import Change, Counting, change, words
+from taptwice.testing.effects import Counting, change, words
 from taptwice.testing.repeats import repeated, unproven
 from taptwice.testing.sending import Opening, Read, Requesting, Verdict, judged, send
 
@@ -110,7 +110,9 @@ def _each_point(
             found = change(before, (yield from ask(Read(effects))))
             seen = None if fate.dead else outcome
             point = f"command {number} ({_name(fate.commands[number - 1])}), {kind.value}"
-            failures += (f"{point}: {text}" for text in _unsafe(seen, retry, again, found, effect, policy))
+            if found != effect:
+                failures.append(f"{point}: effect: expected {words(effect)}, found {words(found)}")
+            failures += (f"{point}: {text}" for text in _unsafe(first, seen, retry, again, policy))
         if not reached:
             break
     if not points:
@@ -119,14 +121,16 @@ def _each_point(
 
 
 def _unsafe(
-    seen: Outcome | None, retry: Outcome, again: Outcome, found: Change, effect: Change, policy: Policy
+    first: Answer, seen: Outcome | None, retry: Outcome, again: Outcome, policy: Policy
 ) -> Iterator[str]:
-    """What is wrong after a fault. `seen` is what the client got, None where the process died."""
-    if found != effect:
-        yield f"effect: expected {words(effect)}, found {words(found)}"
+    """What is wrong with the answers after a fault. `first` is one without a fault; `seen` is what the client
+    got at the fault, None where the process died.
+    """
     if not isinstance(retry, Answer) or retry.status >= 500:
         yield f"the retry failed: {retry if isinstance(retry, Answer) else repr(retry)}"
         return
+    if retry.status != first.status:
+        yield f"the retry: status: expected {first.status} as without a fault, found {retry}"
     if isinstance(seen, Answer) and seen.status < 500 and policy.keeps(seen.status):
         yield from (f"the retry, after an answer: {text}" for text in differences(seen, retry, policy))
         if not retry.replayed(policy):
