@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from taptwice.core.plan import run
 from taptwice.core.policy import Policy
-from taptwice.testing import twice
+from taptwice.testing import assert_once, twice
 from taptwice.testing.calls import Answer, Call
 from taptwice.testing.doubling import Doubling
 from tests.testing.shops import Shop, by_hand, fastapi_shop, flask_shop
@@ -67,6 +67,18 @@ def test_a_suite_that_is_good_notices_nothing(tmp_path: pathlib.Path) -> None:
     assert 0 < doubled.at_once < 11, "some in turn, some at once"
     assert client.post("/charges", headers={"Idempotency-Key": "last"}, **CHARGE).status_code == 201
     assert arrivals.seen["POST /charges"] == 21, "behind the block once, as ever"
+
+
+def test_assertions_are_not_doubled(tmp_path: pathlib.Path) -> None:
+    shop = flask_shop(tmp_path)
+    client = shop.app.test_client()
+    with twice(client) as doubled:
+        assert_once(client, "POST", "/charges", effects=lambda: charges(shop), rounds=1, **CHARGE)
+        assert doubled.sent_twice == 0
+        with twice(client) as inner:
+            assert client.post("/charges", **CHARGE).status_code == 201
+        assert client.post("/charges", **CHARGE).status_code == 201
+    assert (doubled.sent_twice, inner.sent_twice, charges(shop)) == (1, 1, 4)
 
 
 def test_the_seed_decides(tmp_path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from taptwice.core.plan import Plan, arun, ask, run
 from taptwice.core.policy import Policy
 from taptwice.testing.calls import Answer, Call, Outcome, answered, differences, new_key
-from taptwice.testing.sending import Send, awaits, method_of, send, sender
+from taptwice.testing.sending import UNDOUBLED, Send, awaits, method_of, send, sender
 
 CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -102,6 +102,7 @@ def double(client: Any, doubling: Doubling) -> Any:
     """Put the doubling in front of this client's requests. Gives back the function that takes it away."""
     name = method_of(client)
     carrying = sender(client)
+    before = vars(client).get(name)
 
     async def awaiting(*arguments: Any, **options: Any) -> Any:
         __tracebackhide__ = True
@@ -112,8 +113,10 @@ def double(client: Any, doubling: Doubling) -> Any:
         __tracebackhide__ = True
         return answered(run(doubling.plan(_call(name, arguments, options)), carrying.execute)).response
 
-    setattr(client, name, awaiting if awaits(client) else blocking)
-    return lambda: delattr(client, name)
+    doubled = awaiting if awaits(client) else blocking
+    setattr(doubled, UNDOUBLED, getattr(client, name))
+    setattr(client, name, doubled)
+    return lambda: delattr(client, name) if before is None else setattr(client, name, before)
 
 
 def _call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Call:

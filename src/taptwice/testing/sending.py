@@ -26,6 +26,9 @@ from taptwice.testing.effects import Counting, Reading, reading_of
 
 Response = TypeVar("Response", covariant=True)
 
+UNDOUBLED = "taptwice_undoubled"
+"""Where `twice` leaves the client's own method, through which assertions go on counting right."""
+
 
 class Requesting(Protocol[Response]):
     """A client with ``request``."""
@@ -115,6 +118,7 @@ def _ruled(verdict: Verdict) -> Any:
 def sender(client: Any) -> Any:
     """What carries `Send` and `Read` out on this client."""
     request = getattr(client, method_of(client))
+    request = getattr(request, UNDOUBLED, request)
     return (AwaitingSender if awaits(client) else BlockingSender)(client, request)
 
 
