@@ -47,6 +47,11 @@ def ours(error: BaseException) -> TaptwiceError | None:
             "this transaction read before another one wrote, and can no longer write: roll back and run it "
             "again; begin it with BEGIN IMMEDIATE and it waits for its turn instead"
         )
+    if "SQL statements in progress" in text:
+        return Misuse(
+            "a statement of the handler's is still open, and SQLite cannot commit under it: fetch its rows "
+            "(INSERT … RETURNING has some) or close its cursor"
+        )
     if code & 0xFF in _BUSY:
         return Busy(
             "another transaction is writing to this SQLite database; if yours has read already, begin it "
