@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
@@ -41,6 +43,21 @@ async def test_joined_the_loser_must_run_again(kit: Kit, level: str) -> None:
     assert again.record.answer == FIRST
 
 
+@asynccontextmanager
+async def isolated(kit: Kit, level: str) -> AsyncIterator[None]:
+    """All transactions of new connections are of this level, and so are those of the kit's pool."""
+    with psycopg.connect(kit.place, autocommit=True) as connection:
+        [name] = connection.execute("SELECT current_database()").fetchone() or [""]
+        default = f"ALTER DATABASE {name} SET default_transaction_isolation"
+        connection.execute(f"{default} = '{level.replace('_', ' ')}'")
+        try:
+            await kit.stop()
+            await kit.start()
+            yield
+        finally:
+            connection.execute(f"ALTER DATABASE {name} RESET default_transaction_isolation")
+
+
 def claim_on_an_old_snapshot() -> Plan[Claimed | None]:
     """As `open_claim`, with something between the snapshot and the lock; `None` until that has happened."""
     yield from ask(Begin())
@@ -63,13 +80,7 @@ async def test_in_a_transaction_of_ours_the_loser_replays(kit: Kit, level: str, 
     await kit.work(executor.handle, "SELECT 1")
     await kit.run(abandon(), executor)
 
-    with psycopg.connect(kit.place, autocommit=True) as connection:
-        [name] = connection.execute("SELECT current_database()").fetchone() or [""]
-        default = f"ALTER DATABASE {name} SET default_transaction_isolation"
-        connection.execute(f"{default} = '{level.replace('_', ' ')}'")
-    try:
-        await kit.stop()
-        await kit.start()  # new connections have the new default
+    async with isolated(kit, level):
         executor = kit.source.open()
         await kit.run(claim_on_an_old_snapshot(), executor)
         await one_charge(kit, asked(), FIRST)
@@ -77,21 +88,21 @@ async def test_in_a_transaction_of_ours_the_loser_replays(kit: Kit, level: str, 
         await kit.work(executor.handle, "INSERT INTO work (n) VALUES (2)")
         answer = Answer(200, (), b"x" * 100_000) if large else DONE
         concluded = await finish(kit, asked(), executor, claimed, answer)
-    finally:
-        with psycopg.connect(kit.place, autocommit=True) as connection:
-            connection.execute(f"ALTER DATABASE {name} RESET default_transaction_isolation")
     assert concluded == Concluded(FIRST, replayed=True)
     assert (kit.count("work"), kit.count("taptwice_records")) == (1, 1)
 
 
 async def test_serializable_work_that_conflicts_is_contention_and_leaves_nothing(kit: Kit) -> None:
-    """Each reads what the other writes: PostgreSQL refuses one of them at the latest at its COMMIT."""
-    executors = []
-    for key in ("one", "two"):
-        executor, claimed = await claim(kit, asked(key))
-        executors.append((key, executor, claimed))
-    await kit.work(executors[0][1].handle, "INSERT INTO work (n) VALUES (1)")
-    await kit.work(executors[1][1].handle, "INSERT INTO work (n) VALUES (2)")
-    for key, executor, claimed in executors:
-        assert isinstance(await finish(kit, asked(key), executor, claimed), Concluded)
-    assert kit.count("taptwice_records") == 2
+    """Each reads what the other writes: the second is refused with 40001, at the latest at COMMIT."""
+    async with isolated(kit, "serializable"):
+        (first, one), (second, two) = await claim(kit, asked("one")), await claim(kit, asked("two"))
+        for number, executor in enumerate((first, second)):
+            await kit.work(executor.handle, "SELECT count(*) FROM work")
+            await kit.work(executor.handle, f"INSERT INTO work (n) VALUES ({number})")
+        assert await finish(kit, asked("one"), first, one) == Concluded(DONE)
+        with pytest.raises(Contention):
+            await finish(kit, asked("two"), second, two)
+        assert (kit.count("work"), kit.count("taptwice_records")) == (1, 1)
+        assert kit.taken() == 0, "a connection was not given back"
+        await one_charge(kit, asked("two"), DONE)  # the key is free
+    assert (kit.count("work"), kit.count("taptwice_records")) == (2, 2)

@@ -18,6 +18,7 @@ from taptwice.http.fastapi import NotSaved
 from tests.http.fastapi_stacks import (
     POSTGRES,
     SESSIONS,
+    STACKS,
     Charge,
     Client,
     Stack,
@@ -394,6 +395,24 @@ async def test_a_raw_commit_tears_but_blocks_nobody(stack: Stack, strict: bool) 
             "replayed",
         ]
     )
+
+
+@on(*(name for name in STACKS if name != "sqlalchemy-psycopg"))
+async def test_a_raw_commit_in_front_of_a_failure_is_told(stack: Stack) -> None:
+    """What was committed stays, and a retry does it again: nobody can mend that, so somebody must hear of it.
+
+    Through SQLAlchemy psycopg has begun another transaction by then, at the session's own rollback.
+    """
+
+    async def handler(work: Work) -> Any:
+        await work.insert(5)
+        await work.execute("COMMIT")
+        raise ZeroDivisionError
+
+    async with stack.client(handler) as client:
+        assert (await client.charge()).status_code == 500
+    assert (stack.rows(), stack.saved()) == ([5], [])
+    assert [event.outcome.value for event in stack.events] == ["new", "torn"]
 
 
 @on(*SESSIONS)

@@ -14,6 +14,7 @@ from taptwice.core.model import Answer, Keyed
 from taptwice.core.plan import (
     Begin,
     Close,
+    Command,
     Commit,
     Join,
     Query,
@@ -80,12 +81,12 @@ def test_nothing_is_seen_before_the_commit() -> None:
 
 
 @pytest.mark.parametrize("end", [Commit(), Rollback(), Close()])
-def test_a_lock_ends_with_its_transaction(end: Commit | Rollback | Close) -> None:
+def test_a_lock_ends_with_its_transaction(end: Command[object]) -> None:
     database = MemoryDatabase()
     first, second = begun(database), begun(database)
     assert claim(first)[0] is True
     assert claim(second)[0] is False
-    first.execute(end)
+    _ = first.execute(end)
     assert claim(second)[0] is True
 
 

@@ -102,8 +102,12 @@ class Commit(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback(Command[None]):
-    """Roll the transaction back, whatever state it is in. Never fails."""
+class Rollback(Command[bool]):
+    """Roll the transaction back, whatever state it is in. Never fails.
+
+    The reply: whether there was one to roll back, as far as the driver knows. Under a claim that is False
+    where the handler has ended the transaction by itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)

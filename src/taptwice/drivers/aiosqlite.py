@@ -69,9 +69,8 @@ class AiosqliteExecutor(Awaiting):
         except Exception as error:
             raise StoreUnavailable(f"SQLite: {error}") from error
 
-    async def rollback(self, command: plan.Rollback) -> None:
-        if self._inner is not None:
-            await self._in_thread(command)
+    async def rollback(self, command: plan.Rollback) -> bool:
+        return self._inner is not None and bool(await self._in_thread(command))
 
     async def close(self, command: plan.Close) -> None:
         connection, self._connection, self._inner = self._connection, None, None

@@ -205,11 +205,12 @@ class AsyncpgExecutor(Awaiting):
         if TORN_NOTICE in notices:
             raise Torn
 
-    async def rollback(self, command: plan.Rollback) -> None:
+    async def rollback(self, command: plan.Rollback) -> bool:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
         if connection is None or transaction is None or is_lost(connection):
-            return
+            return True
+        was_open = bool(connection.is_in_transaction())
         try:
             await transaction.rollback()
         except BaseException as error:
@@ -218,6 +219,7 @@ class AsyncpgExecutor(Awaiting):
             if not isinstance(error, Exception):
                 raise
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
+        return was_open
 
     async def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None

@@ -78,16 +78,21 @@ def committing(connection: psycopg.BaseConnection[Any]) -> Iterator[None]:
         if connection.closed:
             raise CommitUnknown from error
         # A transaction that is still there was not refused at COMMIT: a statement of ours in front failed.
-        came_to_commit = connection.info.transaction_status == TransactionStatus.IDLE
+        came_to_commit = not is_open(connection)
         known = sqlstate.at_commit(error.sqlstate, str(error)) if came_to_commit else translated(error)
         if known is not None:
             raise known from error
         raise
 
 
+def is_open(connection: psycopg.BaseConnection[Any]) -> bool:
+    """Whether a transaction is under way on it."""
+    return connection.info.transaction_status != TransactionStatus.IDLE
+
+
 def check_joinable(connection: psycopg.BaseConnection[Any]) -> None:
     """Outside autocommit psycopg begins a transaction with the first statement."""
-    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
+    if connection.autocommit and not is_open(connection):
         raise Misuse(
             "a claim joins a transaction, and none is open: use it inside `with connection.transaction():`"
         )
@@ -188,11 +193,12 @@ class PsycopgExecutor(Blocking):
         with committing(self.handle):
             transaction.__exit__(None, None, None)
 
-    def rollback(self, command: plan.Rollback) -> None:
+    def rollback(self, command: plan.Rollback) -> bool:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
         if connection is None or connection.closed:
-            return
+            return True
+        was_open = is_open(connection)
         try:
             if transaction is not None:
                 undoing = psycopg.Rollback()
@@ -202,6 +208,7 @@ class PsycopgExecutor(Blocking):
         except Exception:
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
             connection.close()
+        return was_open
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
@@ -286,11 +293,12 @@ class AsyncPsycopgExecutor(Awaiting):
         with committing(self.handle):
             await transaction.__aexit__(None, None, None)
 
-    async def rollback(self, command: plan.Rollback) -> None:
+    async def rollback(self, command: plan.Rollback) -> bool:
         transaction, self._transaction = self._transaction, None
         connection = self._connection
         if connection is None or transaction is None or connection.closed:
-            return
+            return True
+        was_open = is_open(connection)
         try:
             undoing = psycopg.Rollback()
             await transaction.__aexit__(type(undoing), undoing, None)
@@ -299,6 +307,7 @@ class AsyncPsycopgExecutor(Awaiting):
             if not isinstance(error, Exception):
                 raise
             logger.warning("a rollback on PostgreSQL failed; the connection is closed", exc_info=True)
+        return was_open
 
     async def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None

@@ -307,10 +307,11 @@ class SqlalchemyExecutor(Blocking):
             return sqlite.at_commit(error.orig)
         return sqlstate.at_commit(_sqlstate(error), str(error.orig))
 
-    def rollback(self, command: plan.Rollback) -> None:
+    def rollback(self, command: plan.Rollback) -> bool:
         sessions, self._sessions = self._sessions, []
         made, self._handle = self._handle, None
         self._nested, self._committed, self._torn = None, False, False
+        was_open = self._is_open()
         try:
             for session in reversed(sessions):
                 if hasattr(session, "claimed_by"):
@@ -330,6 +331,20 @@ class SqlalchemyExecutor(Blocking):
             if not isinstance(error, Exception):
                 raise
             logger.warning("a rollback failed; the connection is thrown away", exc_info=True)
+        return was_open
+
+    def _is_open(self) -> bool:
+        connection = self._connection
+        if connection is None or connection.closed or connection.invalidated:
+            return True
+        if not connection.in_transaction():
+            return False
+        # SQLAlchemy does not see a COMMIT that was sent as text; the driver does.
+        driver: Any = connection.connection.driver_connection
+        if hasattr(driver, "info"):
+            return bool(driver.info.transaction_status)
+        in_transaction = getattr(driver, "is_in_transaction", getattr(driver, "in_transaction", True))
+        return bool(in_transaction() if callable(in_transaction) else in_transaction)
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None

@@ -176,12 +176,15 @@ class SqliteExecutor(Blocking):
         with asking(at_commit):
             self.handle.execute("COMMIT")
 
-    def rollback(self, command: plan.Rollback) -> None:
+    def rollback(self, command: plan.Rollback) -> bool:
         try:
-            if self._connection is not None and self._connection.in_transaction:
+            if self._connection is not None and not self._connection.in_transaction:
+                return False
+            if self._connection is not None:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
             logger.warning("a rollback on SQLite failed", exc_info=True)
+        return True
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None

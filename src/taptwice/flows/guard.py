@@ -203,7 +203,8 @@ class _Block(Claim):
             if self._claimed is None:
                 return
             if error is not None or self._answer is None:
-                yield from self._give_up()
+                if not (yield from self._give_up()):
+                    outcome, detail = Outcome.TORN, "the block ended the claim's transaction, and failed"
                 if error is None:
                     raise Unfinished
                 return
@@ -223,12 +224,13 @@ class _Block(Claim):
                 )
             self._emit()
 
-    def _give_up(self) -> Plan[None]:
+    def _give_up(self) -> Plan[bool]:
+        """False where there was no transaction of ours any more to give up."""
         if not self._joined:
-            yield from transaction.abandon()
-            return
+            return (yield from transaction.abandon())
         self._check_innermost()
         yield from transaction.withdraw()
+        return True
 
     def _save(self, claimed: Claimed, answer: Answer) -> Plan[None]:
         if self._joined:

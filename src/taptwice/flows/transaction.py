@@ -185,12 +185,16 @@ def conclude(store: SqlStore, asked: Asked, claimed: Claimed, answer: Answer, un
         yield from abandon()
 
 
-def abandon() -> Plan[None]:
-    """Roll back what is open, if anything is, and give the connection back."""
+def abandon() -> Plan[bool]:
+    """Roll back what is open, if anything is, and give the connection back.
+
+    False where nothing was open, as far as the driver knows.
+    """
     try:
-        yield from ask(Rollback())
+        was_open = yield from ask(Rollback())
     finally:
         yield from ask(Close())
+    return was_open
 
 
 def _attempt(store: SqlStore, asked: Asked) -> Plan[Found]:

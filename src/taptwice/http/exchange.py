@@ -337,9 +337,7 @@ class Exchange:
         self.current.executor = None
         try:
             if not keeps or (state is State.UNPROTECTED and self.raised):
-                yield from transaction.abandon()
-                if state is State.CLAIMED:
-                    self._note(Outcome.RELEASED, status=answer.status)
+                yield from self._release(state, answer.status)
                 return None
             if state is State.UNPROTECTED:
                 yield from self._commit_unprotected()
@@ -382,12 +380,19 @@ class Exchange:
 
     def abandon(self) -> Plan[None]:
         """Undo everything and give the connection back; the key is free. May be called in any state."""
-        if self.state is State.CLAIMED:
-            self._note(Outcome.RELEASED)
-        self.state = State.OVER
+        state, self.state = self.state, State.OVER
         self.current.executor = None
         if self.begun:
-            yield from transaction.abandon()
+            yield from self._release(state)
+
+    def _release(self, state: State, status: int | None = None) -> Plan[None]:
+        """Give back without an answer; and tell where what should be undone now had been committed."""
+        was_open = yield from transaction.abandon()
+        if state is State.CLAIMED and was_open:
+            self._note(Outcome.RELEASED, status=status)
+        elif state is State.CLAIMED:
+            detail = "the handler ended the claim's transaction, and failed"
+            self._note(Outcome.TORN, status=status, detail=detail)
 
     # --- answers -------------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ class MemoryExecutor:
     """Commands on one connection, one method a command, one method a statement."""
 
     dialect: Dialect = "postgresql"
+    holds_back = False
 
     def __init__(self, database: MemoryDatabase) -> None:
         self.database = database
@@ -216,13 +217,14 @@ class MemoryExecutor:
         transaction, self._transaction = self._transaction, None
         self.database.end(transaction, commit=True)
 
-    def _rollback(self, command: plan.Rollback) -> None:
+    def _rollback(self, command: plan.Rollback) -> bool:
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             self.database.end(transaction, commit=False)
+        return transaction is not None
 
     def _close(self, command: plan.Close) -> None:
-        self._rollback(plan.Rollback())
+        _ = self._rollback(plan.Rollback())
         self._handle = None
 
     def _query(self, command: plan.Query) -> Rows:
@@ -293,6 +295,7 @@ class AsyncMemoryExecutor:
     """The same, awaiting: it waits by asking again, so that the loop is never blocked."""
 
     dialect: Dialect = "postgresql"
+    holds_back = False
 
     def __init__(self, inner: MemoryExecutor) -> None:
         self._inner = inner
