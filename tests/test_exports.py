@@ -50,6 +50,11 @@ def test_not_even_all_names_together_do() -> None:
     assert not loaded & (set(HEAVY) - {"http_sf"})
 
 
+def test_the_client_loads_no_library_of_its_doors() -> None:
+    doors = {"httpx", "httpx2", "requests", "urllib3", "aiohttp", "grpc"}
+    assert not loaded_by("from taptwice.client import *") & (doors | set(HEAVY) - {"http_sf"})
+
+
 def test_every_name_is_there_once_and_in_order() -> None:
     assert taptwice.__all__ == sorted(taptwice.__all__)
     assert len(set(taptwice.__all__)) == len(taptwice.__all__)

@@ -91,6 +91,25 @@ def test_a_key_among_the_clients_own_headers_would_be_every_calls() -> None:
         Client(headers={"idempotency-key": "k"})
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"IDEMPOTENCY-key": "mine"},
+        {b"idempotency-key": b"mine"},
+        {"idempotency-key": b"mine"},
+        [("X", "y"), ("idempotency-key", "mine")],
+        httpx2.Headers({"idempotency-key": "mine"}),
+    ],
+    ids=str,
+)
+def test_ones_own_key_however_the_headers_are_spelled(headers: Any) -> None:
+    with ScriptedServer() as server, Client(server.url) as client:
+        response = client.post("/", headers=headers)
+        assert report(response).idempotency_key == "mine"
+        names = [name.lower() for name, _ in server.requests[0].headers]
+        assert (keys(server), names.count("idempotency-key")) == (["mine"], 1)
+
+
 def test_the_key_has_another_name() -> None:
     policy = RetryPolicy(key_header="X-Request-Id")
     with ScriptedServer() as server, Client(server.url, policy=policy) as client:

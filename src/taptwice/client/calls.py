@@ -71,7 +71,10 @@ class ClientCall(Going):
         self._lib = client._lib
         self._http = client._http
         self._whole = whole
-        self._sending = {name: options.pop(name) for name in _OF_SEND if name in options}
+        self._sending = {}
+        for name in _OF_SEND:
+            if name in options:
+                self._sending[name] = options.pop(name)
         self._key: tuple[str, str] | None = None
         self._body: Body | None = None
         if isinstance(options.get("content"), _ALWAYS_THE_SAME):
@@ -83,7 +86,7 @@ class ClientCall(Going):
         if "files" in options:
             self.request.read()  # a file read again from its beginning may be another body than the first
         method = self.request.method
-        own = self.request.headers.get(policy.key_header) if "headers" in options else None
+        own = self._own_key(policy, options["headers"]) if "headers" in options else None
         if own is None and key is None and policy.auto_key and method in ("POST", "PATCH"):
             key = new_key()
         if key is not None:
@@ -102,6 +105,21 @@ class ClientCall(Going):
         )
         super().__init__(call, client._gates[origin], world, client._listeners, origin)
         self.wish = self._wish(intent) if remembered else None
+
+    def _own_key(self, policy: RetryPolicy, headers: Any) -> str | None:
+        wanted = policy.key_header.lower()
+        if isinstance(headers, dict):  # the usual case, and the library's own headers are slow to ask
+            for name, value in headers.items():
+                if not isinstance(name, str):
+                    break
+                if name.lower() == wanted:
+                    if isinstance(value, str):
+                        return value
+                    break
+            else:
+                return None
+        key: str | None = self.request.headers.get(wanted)
+        return key
 
     def _wish(self, intent: str) -> Wish:
         from taptwice.client.wish import Wish, fingerprint_of
