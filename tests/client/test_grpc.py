@@ -157,9 +157,10 @@ def test_the_remaining_time_goes_along_and_ones_own_timeout_counts(server: Serve
     with no_wait():
         server.call(RetryPolicy(deadline=2.0, per_try=None))
         server.call(timeout=1.0)
-    assert 1.0 < server.remaining[0] <= 2.0
-    assert server.remaining[1] <= 1.5
-    assert server.remaining[2] <= 1.0
+    # gRPC rounds what it sends up by a little.
+    assert 1.0 < server.remaining[0] < 2.1
+    assert server.remaining[1] < 1.6
+    assert server.remaining[2] < 1.1
 
 
 def test_a_server_that_hangs(server: Server) -> None:
