@@ -116,9 +116,8 @@ class WithUrllib3:
 
 
 def with_httpx_retries(deadline: float, wait: float | None) -> Any:
-    retries = httpx_retries.Retry(
-        total=3, backoff_factor=wait or 0.1, max_backoff_wait=wait or 120.0, status_forcelist=FAILING
-    )
+    settings: dict[str, Any] = {} if wait is None else {"backoff_jitter": 0, "max_backoff_wait": wait}
+    retries = httpx_retries.Retry(total=3, backoff_factor=wait or 0.1, status_forcelist=FAILING, **settings)
     return httpx.Client(transport=httpx_retries.RetryTransport(retry=retries), timeout=deadline)
 
 

@@ -310,11 +310,17 @@ def _read(reader: IO[bytes], number: int) -> Request | None:
     fields = {name.lower(): value for name, value in headers}
     if fields.get("transfer-encoding") == "chunked":
         body = b""
-        while size := int(reader.readline().split(b";")[0] or b"0", 16):
-            body += reader.read(size)
+        while size := reader.readline().partition(b";")[0].strip():
+            if int(size, 16) == 0:
+                break
+            body += reader.read(int(size, 16))
             _ = reader.readline()
-        _ = reader.readline()
+        complete = size != b"" and reader.readline() != b""
     else:
-        body = reader.read(int(fields.get("content-length", 0)))
+        length = int(fields.get("content-length", 0))
+        body = reader.read(length)
+        complete = len(body) == length
+    if not complete:
+        return None  # the client gave up within its request, and nobody has answered that
     method, target, _ = (word.decode("latin-1") for word in first)
     return Request(method, target, tuple(headers), body, number)
