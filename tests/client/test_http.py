@@ -209,6 +209,22 @@ def test_t17_the_wall_clock_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.log, session.waits) == ([503, 503, 200], [0.1, 0.2])
 
 
+@pytest.mark.parametrize(("status", "attempts"), [(503, 5), (404, 1), (429, 5)])
+@pytest.mark.parametrize("read", [True, False])
+def test_an_event_hook_that_raises_on_a_status(status: int, attempts: int, read: bool) -> None:
+    def hook(response: httpx2.Response) -> None:
+        if read:
+            response.read()
+        response.raise_for_status()
+
+    body = answer(status, {"Content-Type": "application/problem+json"}, b"{}")
+    hooks = {"response": [hook]}
+    with ScriptedServer([body]) as server, no_wait(), Client(server.url, event_hooks=hooks) as client:
+        with pytest.raises(httpx2.HTTPStatusError) as caught:
+            client.post("/")
+        assert len(server.requests) == len(report(caught.value).attempts) == attempts
+
+
 # --- layers -------------------------------------------------------------------------------------------------
 
 

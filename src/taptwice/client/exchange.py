@@ -75,15 +75,21 @@ def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole:
             response = yield Read(response)
         else:  # the caller reads on, under the whole call's limit
             limit.end = going.call.end
+    except lib.HTTPStatusError as error:  # raised by an event hook of the client's, as many do
+        judged = _judged(going, lib, error.response)
+        return judged._replace(answer=None, error=error, permanent=judged.final)
     except (lib.HTTPError, OSError) as error:
         if response is not None:
             yield Drop(response)
         return of_error(error, response is not None, limit.wrote)
     if status < 400:
         return Seen(Outcome.PROCESSED, status, response)
-    return of_answer(
-        going.call.policy, response, status, response.headers.get, lambda: _content(lib, response)
-    )
+    return _judged(going, lib, response)
+
+
+def _judged(going: Going, lib: ModuleType, response: Any) -> Seen:
+    policy, status = going.call.policy, response.status_code
+    return of_answer(policy, response, status, response.headers.get, lambda: _content(lib, response))
 
 
 _SMALL = 1_048_576
@@ -97,6 +103,8 @@ def _is_small(response: Any) -> bool:
 def _content(lib: ModuleType, response: Any) -> bytes:
     """The body, decoded. What a transport hands on is not; a copy of it is."""
     if not hasattr(response, "_content"):
+        if not isinstance(response.stream, lib.ByteStream):
+            return b""  # an event hook has raised before the body was read
         response = lib.Response(response.status_code, headers=response.headers, stream=response.stream)
     try:
         content: bytes = response.read()
