@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import pathlib
 import socket
 import ssl
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
+import trio
 
 from taptwice.client.errors import DeadlineExceeded
 from taptwice.client.http import AsyncClient, Client
@@ -413,6 +415,20 @@ async def test_a_stream_awaited() -> None:
         async with AsyncClient(server.url) as client, client.stream("GET", "/") as response:
             assert b"".join([part async for part in response.aiter_bytes()]) == b"ab"
             assert len(report(response).attempts) == 2
+
+
+def test_on_trio() -> None:
+    async def main(url: str) -> httpx2.Response:
+        world = World(draw=lambda: 0.01)
+        async with AsyncClient(url, world=world) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.get("/", deadline=0.1)
+            return await client.post("/", content=io.BytesIO(b"body"))
+
+    with ScriptedServer([hang, 503, close, 201]) as server:
+        response = trio.run(main, server.url)
+        assert [each.outcome for each in report(response).attempts] == ["unknown", "unknown", "processed"]
+        assert {request.body for request in server.requests[1:]} == {b"body"}
 
 
 def test_an_encoded_problem_is_read_and_an_unreadable_one_is_an_answer() -> None:
