@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import trio
 
 from taptwice.client import (
     CircuitBreaker,
@@ -236,6 +237,18 @@ async def test_an_awaiting_function_is_cut_at_the_deadline() -> None:
         await fetch()
     assert isinstance(caught.value, TimeoutError)
     assert report(caught.value).outcome is Outcome.UNKNOWN
+
+
+def test_on_trio() -> None:
+    flaky = Flaky(ConnectionError(), ConnectionError())
+
+    @retry(on=ConnectionError, world=World(draw=lambda: 0.01))
+    async def fetch() -> int:
+        await trio.lowlevel.checkpoint()
+        return int(flaky(7))
+
+    assert trio.run(fetch) == 7
+    assert flaky.calls == 3
 
 
 async def test_a_timeout_of_the_functions_own_is_not_ours() -> None:

@@ -54,9 +54,9 @@ def retry(
     `on`: exceptions, or a function that says whether an exception may go away by itself; a number says so
     too, and is the least wait in seconds. `idempotent=False` says that the function must not be repeated
     when it may have had an effect: only what certainly was not sent is tried again. `interrupt` cuts an
-    awaiting function at the policy's `per_try` and `deadline`; without it, and in blocking functions, the
-    deadline ends only the waits and the attempts that have not begun. `budget`: by default each decorated
-    function has a `RetryBudget` of its own; share one among those that call the same server.
+    awaiting function at the policy's `per_try` and `deadline`, on asyncio; without it, and in blocking
+    functions, the deadline ends only the waits and the attempts that have not begun. `budget`: by default
+    each decorated function has a `RetryBudget` of its own; share one among those that call the same server.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -151,18 +151,27 @@ def _attempt(retrier: _Retrier, function: Callable[..., Any], args: Any, kwargs:
 
 
 async def _aattempt(
-    retrier: _Retrier, function: Callable[..., Any], args: Any, kwargs: Any, interrupt: bool, limit: Limit
+    retrier: _Retrier, function: Callable[..., Any], args: Any, kwargs: Any, _: Limit
 ) -> Seen:
-    cut = asyncio.timeout(limit.left() if interrupt and limit.end < math.inf else None)
     try:
-        async with cut:
-            return Seen(Outcome.PROCESSED, answer=await function(*args, **kwargs))
+        return Seen(Outcome.PROCESSED, answer=await function(*args, **kwargs))
     except Exception as error:
-        if cut.expired() and isinstance(error, TimeoutError):
-            return Seen(Outcome.UNKNOWN, error=error)
         if (seen := retrier.judge(error)) is None:
             raise
         return seen
+
+
+async def _acut(
+    retrier: _Retrier, function: Callable[..., Any], args: Any, kwargs: Any, limit: Limit
+) -> Seen:
+    cut = asyncio.timeout(limit.left() if limit.end < math.inf else None)
+    try:
+        async with cut:
+            return await _aattempt(retrier, function, args, kwargs, limit)
+    except TimeoutError as error:
+        if not cut.expired():
+            raise
+        return Seen(Outcome.UNKNOWN, error=error)
 
 
 # The two hot paths. A call that succeeds pays for a clock, a full budget, a closed circuit and the mark of
@@ -172,23 +181,24 @@ async def _aattempt(
 def _blocking(retrier: _Retrier, function: Callable[..., Any]) -> Callable[..., Any]:
     world, gate, deadline = retrier.world, retrier.gate, retrier.deadline
     budget, breaker, listeners = gate.budget, gate.breaker, retrier.listeners
+    mark, unmark = layer.set, layer.reset
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         begun = world.clock()
         if budget is not None:
             budget.earn()
-        ticket = None if breaker is None else breaker.enter(begun)
-        if ticket is None and breaker is not None:
+        ticket = None
+        if breaker is not None and (ticket := breaker.enter(begun)) is None:
             going = retrier.going(begun)
             return retrier.conclude(going, going.refused(breaker))
-        token = layer.set((True, begun + deadline))
+        token = mark((True, begun + deadline))
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            layer.reset(token)
+            unmark(token)
             going, seen = retrier.failed(error, begun, ticket)
         else:
-            layer.reset(token)
+            unmark(token)
             if not listeners:
                 if ticket is not None:
                     breaker.leave(ticket, True)  # type: ignore[union-attr]
@@ -205,33 +215,34 @@ def _awaiting(
 ) -> Callable[..., Awaitable[Any]]:
     world, gate, deadline = retrier.world, retrier.gate, retrier.deadline
     budget, breaker, listeners = gate.budget, gate.breaker, retrier.listeners
+    mark, unmark = layer.set, layer.reset
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         begun = world.clock()
         if interrupt:
             going = retrier.going(begun)
-            attempt = functools.partial(_aattempt, retrier, function, args, kwargs, True)
+            attempt = functools.partial(_acut, retrier, function, args, kwargs)
             return retrier.conclude(going, await going.arun(attempt))
         if budget is not None:
             budget.earn()
-        ticket = None if breaker is None else breaker.enter(begun)
-        if ticket is None and breaker is not None:
+        ticket = None
+        if breaker is not None and (ticket := breaker.enter(begun)) is None:
             going = retrier.going(begun)
             return retrier.conclude(going, going.refused(breaker))
-        token = layer.set((True, begun + deadline))
+        token = mark((True, begun + deadline))
         try:
             result = await function(*args, **kwargs)
         except BaseException as error:
-            layer.reset(token)
+            unmark(token)
             going, seen = retrier.failed(error, begun, ticket)
         else:
-            layer.reset(token)
+            unmark(token)
             if not listeners:
                 if ticket is not None:
                     breaker.leave(ticket, True)  # type: ignore[union-attr]
                 return result
             going, seen = retrier.adopt(Seen(Outcome.PROCESSED, answer=result), begun, ticket)
-        attempt = functools.partial(_aattempt, retrier, function, args, kwargs, False)
+        attempt = functools.partial(_aattempt, retrier, function, args, kwargs)
         return retrier.conclude(going, await going.arun(attempt, seen))
 
     return wrapper
