@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import pathlib
 import socket
@@ -262,6 +263,26 @@ def test_what_a_request_says_that_came_in() -> None:
         assert 0 < int(server.requests[0].header("Request-Timeout-Ms") or 0) <= 1500
         with inherit({"request-timeout-ms": "soon"}):
             assert len(report(client.get("/")).attempts) > 1
+
+
+def test_s160_three_services_of_three_attempts_make_seven_calls_and_not_twenty_seven() -> None:
+    """Each service calls the next; the last one's database is down."""
+    policy = RetryPolicy(max_attempts=3, base=0.001, per_try=None, deadline=60)
+    with ScriptedServer([503]) as database, contextlib.ExitStack() as stack:
+
+        def service(below: str) -> str:
+            client = stack.enter_context(Client(below, policy=policy, budget=None))
+
+            def step(peer: Peer) -> None:
+                with inherit(dict(peer.request.headers)):
+                    status = client.get("/").status_code
+                answer(status)(peer)
+
+            return stack.enter_context(ScriptedServer([step])).url
+
+        front = stack.enter_context(Client(service(service(database.url)), policy=policy, budget=None))
+        assert front.get("/").status_code == 503
+        assert len(database.requests) == 7
 
 
 def test_a_limit_that_came_in_ends_our_calls() -> None:

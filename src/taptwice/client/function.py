@@ -191,7 +191,7 @@ def _blocking(retrier: _Retrier, function: Callable[..., Any]) -> Callable[..., 
         if breaker is not None and (ticket := breaker.enter(begun)) is None:
             going = retrier.going(begun)
             return retrier.conclude(going, going.refused(breaker))
-        token = mark((True, begun + deadline))
+        token = mark((True, begun + deadline, 0))
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
@@ -229,7 +229,7 @@ def _awaiting(
         if breaker is not None and (ticket := breaker.enter(begun)) is None:
             going = retrier.going(begun)
             return retrier.conclude(going, going.refused(breaker))
-        token = mark((True, begun + deadline))
+        token = mark((True, begun + deadline, 0))
         try:
             result = await function(*args, **kwargs)
         except BaseException as error:

@@ -26,8 +26,9 @@ from taptwice.errors import CircuitOpen
 __all__ = ["Going", "Layer", "inherit", "layer"]
 
 
-Layer: TypeAlias = tuple[bool, float]
-"""What surrounds a call: whether a layer there retries, and the end of its attempt (monotonic seconds)."""
+Layer: TypeAlias = tuple[bool, float, int]
+"""What surrounds a call: whether a layer there retries, the end of its attempt (monotonic seconds), and how
+many attempts have gone before that one."""
 
 layer: ContextVar[Layer | None] = ContextVar("taptwice_layer", default=None)
 
@@ -41,9 +42,10 @@ def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None
     (``Request-Timeout-Ms``). `headers` are a framework's, or a dict.
     """
     found = {name.lower(): value for name, value in headers.items()}
-    milliseconds = found.get("request-timeout-ms", "")
+    milliseconds, before = found.get("request-timeout-ms", ""), found.get("retry-attempt", "")
     end = world.clock() + int(milliseconds) / 1000 if milliseconds.isdecimal() else math.inf
-    token = layer.set(("retry-attempt" in found, end))
+    repeats = int(before) if before.isdecimal() else 0
+    token = layer.set((repeats > 0, end, repeats))
     try:
         yield
     finally:
@@ -53,7 +55,7 @@ def inherit(headers: Mapping[str, str], *, world: World = REAL) -> Iterator[None
 class Going:
     """One call under way."""
 
-    __slots__ = ("_ticket", "began", "call", "gate", "listeners", "origin", "world")
+    __slots__ = ("_before", "_ticket", "began", "call", "gate", "listeners", "origin", "world")
 
     def __init__(
         self, call: Call, gate: Gate, world: World, listeners: Sequence[Listener] = (), origin: str = ""
@@ -65,9 +67,10 @@ class Going:
         self.origin = origin
         self.began = call.begun
         self._ticket: int | None = None
+        self._before = 0
         around = layer.get()
         if around is not None:
-            retries, end = around
+            retries, end, self._before = around
             call.single = call.single or retries
             call.end = min(call.end, end)
 
@@ -143,7 +146,7 @@ class Going:
 
     def stamp(self, limit: Limit, headers: MutableMapping[str, str]) -> None:
         """Tell the server how long this attempt may take, and that it is a repeat if it is one."""
-        policy, repeats = self.call.policy, len(self.call.attempts)
+        policy, repeats = self.call.policy, self._before + len(self.call.attempts)
         if policy.timeout_header is not None and limit.end < math.inf:
             headers[policy.timeout_header] = str(max(1, round((limit.end - self.began) * 1000)))
         if repeats and policy.attempt_header is not None:
@@ -199,7 +202,7 @@ class Going:
         self.began = call.begun if not call.attempts else clock()
         per_try = call.policy.per_try
         end = call.end if per_try is None else min(call.end, self.began + per_try)
-        return Limit(end, clock), layer.set((True, end))
+        return Limit(end, clock), layer.set((True, end, self._before + len(call.attempts)))
 
     def _finish(self, seen: Seen) -> Seen:
         call, now = self.call, self.world.clock()
