@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from taptwice.conformance import language
+from taptwice.conformance import words as known
 from taptwice.conformance.offered import not_offered
 from taptwice.conformance.reference import Reference
 from taptwice.conformance.run import Result, Runner
@@ -73,17 +74,17 @@ def test_every_word_is_used() -> None:
     cases = [*language.own_cases(), *language.cases_of(WORDS)]
     used = {word for case in cases if case.sut == "server" and "tx" in case.modes for word in words(case)}
     wanted = {
-        *(name for name in language.SETTINGS if not name.startswith("client")),
-        *language.FINGERPRINT.keys() - {"form", "multipart"},  # of one value each, the default
-        *language.REQUEST,
-        *language.STEPS - language.CLIENT_STEPS,
+        *(name for name in known.SETTINGS if not name.startswith("client")),
+        *known.FINGERPRINT.keys() - {"form", "multipart"},  # of one value each, the default
+        *known.REQUEST,
+        *known.STEPS - known.CLIENT_STEPS,
         *("crash", "raise", "drop_reply", "lose_ack", "lose_request", "sqlstate"),
-        *language.RESPONSE,
-        *language.GROUP,
-        *language.THEN - language.CLIENT_THEN,
-        *language.EFFECTS,
-        *language.KEYS,
-        *language.LOGS,
+        *known.RESPONSE,
+        *known.GROUP,
+        *known.THEN - known.CLIENT_THEN,
+        *known.EFFECTS,
+        *known.KEYS,
+        *known.LOGS,
     }
     assert wanted - used <= NOT_IN_THIS_MODE
 

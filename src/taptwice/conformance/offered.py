@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from taptwice.conformance import tables
-from taptwice.conformance.language import CLIENT_STEPS, POINTS, Case
+from taptwice.conformance.language import Case
+from taptwice.conformance.words import CLIENT_STEPS, POINTS
 
 _LEASED = frozenset({"lease", "lease_renew", "provider_timeout", "provider_strategy", "completer"})
 """Settings without a meaning in the joined mode, in which every case is run that has it."""

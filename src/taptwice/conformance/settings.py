@@ -93,7 +93,8 @@ class Settings:
 
     @property
     def payment_paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("/payments", *self.deployed.get("alias", ()))))
+        alias = self.deployed.get("alias", ())
+        return tuple(dict.fromkeys(("/payments", *([alias] if isinstance(alias, str) else alias))))
 
     @property
     def payments_response(self) -> str:
