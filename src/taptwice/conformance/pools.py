@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -12,20 +13,31 @@ PATIENCE = 4
 """Seconds to wait for a connection, so that an unreachable database is an answer and not a hang."""
 
 
+class Unsynced(sqlite3.Connection):
+    """It does not wait for the disk: processes are killed here, the machine is not."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        _ = self.execute("PRAGMA synchronous = OFF")
+
+
 async def _nothing() -> None:
     pass
 
 
 def _sqlite3(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
-    import sqlite3
-
-    return Stack(driver, lambda: sqlite3.connect(dsn, check_same_thread=False), _nothing, _nothing)
+    return Stack(
+        driver,
+        lambda: sqlite3.connect(dsn, check_same_thread=False, factory=Unsynced),
+        _nothing,
+        _nothing,
+    )
 
 
 def _aiosqlite(driver: str, dsn: str, pool_size: int, timeout: float | None, isolation: str | None) -> Stack:
     import aiosqlite
 
-    return Stack(driver, lambda: aiosqlite.connect(dsn), _nothing, _nothing)
+    return Stack(driver, lambda: aiosqlite.connect(dsn, factory=Unsynced), _nothing, _nothing)
 
 
 def _options(timeout: float | None, isolation: str | None) -> str:
