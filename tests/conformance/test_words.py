@@ -43,9 +43,9 @@ def test_every_word_works() -> None:
 
 
 NOT_IN_THIS_MODE = {
-    # lease, outbox, inbox, a replica: these cases are skipped
-    *("lease_renew", "provider_timeout", "provider_strategy", "read_replica", "partition_by"),
-    *("provider", "relay", "complete_stuck", "replica_lag", "signature"),
+    # lease, outbox, inbox: these cases are skipped
+    *("lease_renew", "provider_timeout", "provider_strategy", "partition_by"),
+    *("provider", "relay", "complete_stuck", "signature"),
     *("emails", "emails_sent", "product", "admin", "review_queue", "point"),
     *("payouts", "payouts2", "orders", "inbox", "outbox"),
 }
@@ -145,7 +145,6 @@ def test_a_case_that_is_not_well_formed_ends_itself_alone() -> None:
         ({"given": {"store": "redis|mysql"}}, "for the store redis|mysql"),
         ({"when": [{"send": {"id": "r1", "path": "/webhooks/acme"}}]}, "inbox is not built"),
         ({"when": [{"start": {"id": "r1", "hold_at": "before_provider"}}]}, "lease is not built"),
-        ({"when": [{"replica_lag": "5s"}]}, "read replica is not built"),
         ({"then": {"emails": 1}}, "outbox is not built"),
         ({"then": {"effects": {"payouts": 1}}}, "no table payouts in this application"),
     ],

@@ -244,6 +244,10 @@ class Control:
 
         self._front = Region(self._serve, name, peers, home_of)
 
+    async def do_replica_lag(self, lag: float) -> None:
+        for statement in tables.lagging(lag):
+            await self._sql(statement)
+
     async def do_sweep(self) -> dict[str, Any]:
         total = 0
         while True:

@@ -16,7 +16,6 @@ _STEPS = {
     "provider": "lease",
     "relay": "outbox",
     "complete_stuck": "lease",
-    "replica_lag": "read replica",
 }
 _THEN = {
     "provider": "lease",
@@ -36,7 +35,6 @@ _PATHS = {
 _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "mode": ("tx",),
     "partition_by": ("none",),
-    "read_replica": (False,),
 }
 """Settings of which only some values are offered."""
 

@@ -67,6 +67,11 @@ class Settings:
         return bool(self._get("read_before_claim", False))
 
     @property
+    def read_from(self) -> str:
+        """The table that is read where it need not be the newest: a replica may lag behind."""
+        return "payments_replica" if self._get("read_replica", False) else "payments"
+
+    @property
     def request_decompression(self) -> bool:
         return bool(self._get("request_decompression", False))
 
