@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,22 @@ from taptwice.core import fingerprint
 from taptwice.core.model import Answer, Keyed
 from taptwice.core.plan import Begin, Commit, Plan, Query, Rollback, Savepoint, arun, ask
 from taptwice.errors import CommitUnknown, InFlight, StoreUnavailable
-from taptwice.faults import Crash, Fault, Kind, crash_at, driving, every, interleavings
+from taptwice.faults import (
+    Crash,
+    Fail,
+    Fault,
+    Injected,
+    Kind,
+    Lose,
+    Stall,
+    apoint,
+    crash_at,
+    driving,
+    every,
+    interleavings,
+    point,
+    watched,
+)
 from taptwice.flows.guard import Guard
 from taptwice.flows.transaction import Asked, Replayed, conclude, open_claim
 from taptwice.stores.memory import MemoryDatabase
@@ -203,3 +222,92 @@ def test_nobody_waits_in_a_game() -> None:
     for game in interleavings(lambda: World(ends=False)):
         assert sorted(map(repr, game.outcomes))[1] == "True"
         assert any(isinstance(outcome, InFlight) for outcome in game.outcomes)
+
+
+# --- named points
+
+
+def test_who_stalls_is_let_go_at_the_end() -> None:
+    said = []
+
+    def handler(name: str) -> None:
+        point("here")
+        said.append(name)
+
+    with ThreadPoolExecutor() as threads, Stall("here") as stall:
+        first = threads.submit(handler, "first")
+        stall.reached(timeout=10)
+        handler("second")  # one stalls, unless told otherwise
+        assert said == ["second"]
+    first.result(timeout=10)
+    assert said == ["second", "first"]
+
+
+async def test_a_point_that_awaits() -> None:
+    async def handler() -> str:
+        await apoint("here")
+        return "done"
+
+    with Stall("here") as stall:
+        task = asyncio.create_task(handler())
+        await stall.areached()
+        assert not task.done()
+        stall.release()
+        assert await task == "done"
+    with Fail("here", ValueError("asked for"), times=2) as fail:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="asked for"):
+                await handler()
+        assert fail.met
+        assert await handler() == "done"
+
+
+def test_a_point_that_awaits_blocks_without_an_event_loop() -> None:
+    """A handler on a blocking driver is driven by hand and cannot suspend."""
+
+    def drive() -> None:
+        with pytest.raises(StopIteration):
+            apoint("here").send(None)
+
+    with ThreadPoolExecutor() as threads, Stall("here") as stall:
+        driven = threads.submit(drive)
+        stall.reached(timeout=10)
+        stall.release()
+        driven.result(timeout=10)
+
+
+def test_nobody_stands_at_a_point_after_the_block() -> None:
+    with Fail("here"), pytest.raises(Injected):
+        point("here")
+    point("here")
+
+
+@pytest.mark.parametrize(("carried_out", "rows"), [(True, (5,)), (False, ())])
+def test_a_lost_commit(carried_out: bool, rows: tuple[int, ...]) -> None:
+    database = MemoryDatabase()
+    executor = watched(database).open()
+    with Lose("commit", carried_out):
+        executor.execute(Begin())
+        executor.handle.insert("charges", 5)
+        with pytest.raises(CommitUnknown):
+            executor.execute(Commit())
+    assert database.rows("charges") == rows
+
+
+async def test_the_points_of_a_transaction() -> None:
+    database = MemoryDatabase()
+    source = watched(database.asynchronous())
+    with Lose("before_claim"), pytest.raises(StoreUnavailable):
+        await pay_async(source)
+    for name in ("begin", "after_claim", "before_commit", "after_commit"):
+        with Fail(name), pytest.raises(Injected):
+            await pay_async(watched(MemoryDatabase().asynchronous()))
+    assert await pay_async(source) == Answer(201)
+    with Fail("after_claim") as never:
+        assert await pay_async(source) == Answer(201)  # a replay does not win the claim
+    assert not never.met
+
+
+def test_kill() -> None:
+    code = "from taptwice.faults import Kill, point\nwith Kill('here'):\n    point('here')"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL

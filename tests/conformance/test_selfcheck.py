@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from taptwice.conformance import alter, language
+from taptwice.conformance import words as known
 from taptwice.conformance.cli import conformance
 from taptwice.conformance.judge import judge
 
@@ -49,8 +51,23 @@ def test_a_strange_word_is_named(case: dict[str, object], word: str) -> None:
     assert parsed.strange == (word,)
 
 
-def test_the_settings_are_those_of_the_description() -> None:
-    assert set(language.language()["settings"]) == language.SETTINGS.keys() - {"client"}
+def test_the_words_are_those_of_the_description() -> None:
+    described = language.language()
+    assert set(described["settings"]) == known.SETTINGS.keys() - {"client"}
+    assert {kind: set(points) for kind, points in described["points"].items()} == known.POINTS
+    # One entry of the description may name several words: "await/await_prefix".
+    assert words_in(described["request"]) == set(known.REQUEST)
+    assert words_in(described["steps"]) >= known.STEPS
+    assert set(described["callers"]) - {"null"} <= {"tenant:X", *callers_known()}
+
+
+def words_in(described: dict[str, str]) -> set[str]:
+    return {word for name in described for word in re.split("/|, ", name)}
+
+
+def callers_known() -> set[str]:
+    callers = ("acct_a", "acct_a_token2", "acct_a/user1", "acct_b", "acct_rw", "invalid_token")
+    return {caller for caller in callers if known.REQUEST["as"](caller)}
 
 
 def test_alterations_are_noticed() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from taptwice.conformance import language
+from taptwice.conformance import words as known
 from taptwice.conformance.offered import not_offered
 from taptwice.conformance.reference import Reference
 from taptwice.conformance.run import Result, Runner
@@ -42,9 +43,9 @@ def test_every_word_works() -> None:
 
 
 NOT_IN_THIS_MODE = {
-    # lease, outbox, inbox, a replica: these cases are skipped
-    *("lease_renew", "provider_timeout", "provider_strategy", "read_replica", "partition_by"),
-    *("provider", "relay", "complete_stuck", "replica_lag", "signature"),
+    # lease, outbox, inbox: these cases are skipped
+    *("lease_renew", "provider_timeout", "provider_strategy", "partition_by"),
+    *("provider", "relay", "complete_stuck", "signature"),
     *("emails", "emails_sent", "product", "admin", "review_queue", "point"),
     *("payouts", "payouts2", "orders", "inbox", "outbox"),
 }
@@ -73,17 +74,17 @@ def test_every_word_is_used() -> None:
     cases = [*language.own_cases(), *language.cases_of(WORDS)]
     used = {word for case in cases if case.sut == "server" and "tx" in case.modes for word in words(case)}
     wanted = {
-        *(name for name in language.SETTINGS if not name.startswith("client")),
-        *language.FINGERPRINT.keys() - {"form", "multipart"},  # of one value each, the default
-        *language.REQUEST,
-        *language.STEPS - language.CLIENT_STEPS,
+        *(name for name in known.SETTINGS if not name.startswith("client")),
+        *known.FINGERPRINT.keys() - {"form", "multipart"},  # of one value each, the default
+        *known.REQUEST,
+        *known.STEPS - known.CLIENT_STEPS,
         *("crash", "raise", "drop_reply", "lose_ack", "lose_request", "sqlstate"),
-        *language.RESPONSE,
-        *language.GROUP,
-        *language.THEN - language.CLIENT_THEN,
-        *language.EFFECTS,
-        *language.KEYS,
-        *language.LOGS,
+        *known.RESPONSE,
+        *known.GROUP,
+        *known.THEN - known.CLIENT_THEN,
+        *known.EFFECTS,
+        *known.KEYS,
+        *known.LOGS,
     }
     assert wanted - used <= NOT_IN_THIS_MODE
 
@@ -144,7 +145,6 @@ def test_a_case_that_is_not_well_formed_ends_itself_alone() -> None:
         ({"given": {"store": "redis|mysql"}}, "for the store redis|mysql"),
         ({"when": [{"send": {"id": "r1", "path": "/webhooks/acme"}}]}, "inbox is not built"),
         ({"when": [{"start": {"id": "r1", "hold_at": "before_provider"}}]}, "lease is not built"),
-        ({"when": [{"replica_lag": "5s"}]}, "read replica is not built"),
         ({"then": {"emails": 1}}, "outbox is not built"),
         ({"then": {"effects": {"payouts": 1}}}, "no table payouts in this application"),
     ],

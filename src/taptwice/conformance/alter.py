@@ -64,7 +64,7 @@ def _others(then: Mapping[str, Any], seen: Observed) -> Iterator[tuple[Path, Any
     for path, group in groups:
         for name in group.keys() - {"prefix"}:
             yield (*path, name), _other(group[name])
-    for section in ("effects", "balances", "keys"):
+    for section in ("effects", "balances", "keys", "metrics"):
         for name, value in then.get(section, {}).items():
             yield (section, name), _other(value)
     for name, value in then.get("logs", {}).items():

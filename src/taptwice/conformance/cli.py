@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,8 +154,6 @@ def serve(app: str, store: str, driver: str | None, server: str | None, port: in
         asyncio.run(_serve(app, store, driver or default_driver(app, store), server or "", port))
     except TaptwiceError as error:
         raise click.ClickException(error.detail) from error
-    except KeyboardInterrupt:
-        pass
 
 
 async def _serve(app: str, store: str, driver: str, server: str, port: int) -> None:
@@ -163,7 +162,10 @@ async def _serve(app: str, store: str, driver: str, server: str, port: int) -> N
     async with Reference(app, store, driver, server, port) as target:
         address = await target.served()
         click.echo(f"{app} on {store} through {driver}: http://{address[0]}:{address[1]}")
-        await asyncio.Event().wait()
+        ended = asyncio.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, ended.set)
+        await ended.wait()
 
 
 @conformance.command()

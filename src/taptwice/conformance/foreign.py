@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 from taptwice.conformance import language, wire
 from taptwice.conformance.database import Proxy
 from taptwice.conformance.judge import Observed
-from taptwice.conformance.language import CLIENT_STEPS, Case
+from taptwice.conformance.language import Case
 from taptwice.conformance.routes import Routes
 from taptwice.conformance.settings import Settings
+from taptwice.conformance.words import CLIENT_STEPS, STEPS
 from taptwice.errors import Misuse
 
 _BY_HTTP = frozenset(
@@ -107,7 +108,7 @@ class Foreign:
 
     def _steps(self, case: Case) -> Iterator[str]:
         for step in case.steps():
-            name = next((word for word in step if word in language.STEPS), "")
+            name = next((word for word in step if word in STEPS), "")
             command = _COMMANDS.get(name, name)
             if name == "restart":
                 yield "the runner cannot restart this server"

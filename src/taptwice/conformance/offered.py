@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from taptwice.conformance import tables
-from taptwice.conformance.language import CLIENT_STEPS, POINTS, Case
+from taptwice.conformance.language import Case
+from taptwice.conformance.words import CLIENT_STEPS, POINTS
 
 _LEASED = frozenset({"lease", "lease_renew", "provider_timeout", "provider_strategy", "completer"})
 """Settings without a meaning in the joined mode, in which every case is run that has it."""
@@ -15,7 +16,6 @@ _STEPS = {
     "provider": "lease",
     "relay": "outbox",
     "complete_stuck": "lease",
-    "replica_lag": "read replica",
 }
 _THEN = {
     "provider": "lease",
@@ -35,7 +35,6 @@ _PATHS = {
 _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "mode": ("tx",),
     "partition_by": ("none",),
-    "read_replica": (False,),
 }
 """Settings of which only some values are offered."""
 

@@ -206,6 +206,9 @@ class Play:
         seconds = -interval(by) if by.startswith("-") else interval(by)
         await self._target.server(skew).tell("clock", advance=seconds, http=True)
 
+    async def do_replica_lag(self, lag: str) -> None:
+        await self._target.server({}).tell("replica_lag", lag=interval(lag))
+
     async def do_sweep(self, _: Any) -> None:
         await self._target.server({}).tell("sweep")
 

@@ -42,7 +42,19 @@ class OwnServer:
         if owner := _owner():
             os.chown(self._folder, owner["user"], owner["group"])
         data = self._folder / "data"
-        initdb = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync", "--locale=C"]
+        initdb = [
+            binaries / "initdb",
+            "-D",
+            data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        ]
         made = await self._start(*initdb)
         if await made.wait():
             raise Misuse("initdb failed; name a server instead: --server postgresql://…")

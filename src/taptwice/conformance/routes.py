@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from taptwice.conformance.language import SETTINGS, Case
+from taptwice.conformance.language import Case
+from taptwice.conformance.words import SETTINGS
 from taptwice.errors import Misuse
 
 ROUTES: Mapping[str, re.Pattern[str]] = {

@@ -67,6 +67,11 @@ class Settings:
         return bool(self._get("read_before_claim", False))
 
     @property
+    def read_from(self) -> str:
+        """The table that is read where it need not be the newest: a replica may lag behind."""
+        return "payments_replica" if self._get("read_replica", False) else "payments"
+
+    @property
     def request_decompression(self) -> bool:
         return bool(self._get("request_decompression", False))
 
@@ -93,7 +98,8 @@ class Settings:
 
     @property
     def payment_paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("/payments", *self.deployed.get("alias", ()))))
+        alias = self.deployed.get("alias", ())
+        return tuple(dict.fromkeys(("/payments", *([alias] if isinstance(alias, str) else alias))))
 
     @property
     def payments_response(self) -> str:

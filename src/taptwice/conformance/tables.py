@@ -18,7 +18,12 @@ RECORDS = "taptwice_records"
 COUNTED = (*TABLES, RECORDS)
 
 _TABLES = """
-CREATE TABLE payments (id text PRIMARY KEY, amount_cents bigint NOT NULL, currency text NOT NULL);
+CREATE TABLE payments (
+    id text PRIMARY KEY, amount_cents bigint NOT NULL, currency text NOT NULL,
+    made_at double precision NOT NULL DEFAULT ({now}));
+CREATE TABLE replica (lag double precision NOT NULL);
+CREATE VIEW payments_replica AS
+    SELECT id, amount_cents, currency FROM payments WHERE made_at <= ({now}) - (SELECT lag FROM replica);
 CREATE TABLE payments_inserted (id text NOT NULL);
 CREATE TABLE transfers (
     id text PRIMARY KEY, source text NOT NULL, target text NOT NULL, amount_cents bigint NOT NULL);
@@ -29,6 +34,10 @@ CREATE TABLE uploads (id text PRIMARY KEY, note text NOT NULL, filename text NOT
 CREATE TABLE unkeyed (id text PRIMARY KEY);
 """
 
+_NOW = {
+    "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
+    "postgresql": "extract(epoch FROM clock_timestamp())",
+}
 _FRESH = "INSERT INTO wallets (id, balance_cents) VALUES ('w1', 10000), ('w2', 0)"
 
 SEED = {
@@ -61,12 +70,18 @@ _EVER = {
 
 def making(dialect: Dialect) -> list[str]:
     """The statements that make them."""
-    return [*(part for each in _TABLES.split(";") if (part := each.strip())), _EVER[dialect]]
+    text = _TABLES.replace("{now}", _NOW[dialect])
+    return [*(part for each in text.split(";") if (part := each.strip())), _EVER[dialect]]
 
 
 def emptying() -> list[str]:
     """The statements after which every table is as at the beginning of a case."""
-    return [*(f"DELETE FROM {table}" for table in COUNTED), _FRESH]  # noqa: S608
+    return [*(f"DELETE FROM {table}" for table in COUNTED), _FRESH, *lagging(0)]  # noqa: S608
+
+
+def lagging(seconds: float) -> list[str]:
+    """The statements after which the replica, a view of what is older, is so far behind."""
+    return ["DELETE FROM replica", f"INSERT INTO replica (lag) VALUES ({float(seconds)})"]  # noqa: S608
 
 
 def counting() -> list[str]:

@@ -304,10 +304,17 @@ async def ask(call: Call, command: Mapping[str, Any], path: str = CONTROL) -> di
 
 
 def redirected(request: Request, response: Response) -> Request | None:
-    """The request that follows a redirect; None when there is nothing to follow."""
+    """The request that follows a redirect; None when there is nothing to follow.
+
+    307 and 308 keep method and body; the others become a GET, as browsers and HTTP clients do it.
+    """
     location = response.header("Location")
     if response.status not in (301, 302, 303, 307, 308) or location is None:
         return None
     parts = urlsplit(location)
     path = parts.path + (f"?{parts.query}" if parts.query else "")
-    return Request(request.method, path, request.lines, request.body, request.chunked)
+    if response.status in (307, 308) or request.method in ("GET", "HEAD"):
+        return Request(request.method, path, request.lines, request.body, request.chunked)
+    of_the_body = (b"content-type", b"content-length", b"transfer-encoding", b"content-encoding")
+    lines = tuple(line for line in request.lines if line[0].lower() not in of_the_body)
+    return Request("GET", path, lines, b"")
