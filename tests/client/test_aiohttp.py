@@ -120,6 +120,18 @@ async def test_a_form_is_sent_again() -> None:
         assert b"content" in first.body
 
 
+@pytest.mark.parametrize("total", [300, None])
+async def test_a_redirect_keeps_the_key_and_the_next_call_has_its_own(total: float | None) -> None:
+    with ScriptedServer([answer(307, {"Location": "/other"}), 201, 201]) as server:
+        limit = aiohttp.ClientTimeout(total=total)
+        async with session() as client:
+            for _ in range(2):
+                async with client.post(server.url, data=b"body", timeout=limit) as response:
+                    assert response.status == 201
+        first, followed, second = (request.header("Idempotency-Key") for request in server.requests)
+        assert first == followed != second
+
+
 async def test_a_cancellation_passes_and_the_connection_is_closed() -> None:
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -102,7 +102,9 @@ class RetryMiddleware:
         policy = self._policy
         key = request.headers.get(policy.key_header)
         if key is None and policy.auto_key and request.method in ("POST", "PATCH"):
-            key = new_key()
+            call, known = _call_of(request), _keyed.get()
+            key = known[1] if known is not None and known[0] is call else new_key()
+            _keyed.set((call, key))
             request.headers[policy.key_header] = format_key(key, policy.key_quoting == "sf-string")
         origin = f"{request.url.scheme}://{request.url.authority}"
         call = Call(policy, self._world.clock(), method=request.method, key=key)
@@ -129,6 +131,9 @@ class RetryMiddleware:
 _raised: ContextVar[tuple[object, Exception] | None] = ContextVar("taptwice_aiohttp_raised", default=None)
 """aiohttp sends an idempotent request once more, by itself, when its connection dies, and comes through the
 middleware again for that. All has been tried by then: what was raised is raised again."""
+
+_keyed: ContextVar[tuple[object, str] | None] = ContextVar("taptwice_aiohttp_keyed", default=None)
+"""The key that was made for a call: the session makes a redirected request anew, of its caller's headers."""
 
 
 def _call_of(request: ClientRequest) -> object:

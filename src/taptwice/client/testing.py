@@ -215,9 +215,9 @@ class ScriptedServer:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
+        self._place = _bound(0)  # keeps the port while nobody listens on it
+        self._socket: socket.socket | None = None
+        self.port: int = self._place.getsockname()[1]
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         if listening:
             self.listen()
@@ -232,17 +232,27 @@ class ScriptedServer:
 
     def listen(self) -> None:
         """Accept connections from now on."""
-        self._socket.listen(128)
-        self._start(self._accept)
+        made = self._socket = _bound(self.port)
+        made.listen(128)
+        self._start(lambda: self._accept(made))
+
+    def refuse(self) -> None:
+        """Refuse connections until `listen`; those that are open stay so."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._socket.close()
+            self._socket = None
 
     def stop(self) -> None:
         """End all connections and wait for the threads."""
         self.stopping.set()
         with self._lock:
-            for each in (self._socket, *self._open):
+            for each in self._open:
                 with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads or accepts
-        self._socket.close()
+                    each.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        self.refuse()
+        self._place.close()
         for thread in list(self._threads):
             thread.join()
 
@@ -251,10 +261,10 @@ class ScriptedServer:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         while not self.stopping.is_set():
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return
             with self._lock:
@@ -290,6 +300,16 @@ class ScriptedServer:
                 self._open.discard(connection)
             reader.close()  # the socket closes only when nobody reads from it
             inner.close()
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket with a place of its own; several of ours may have the same one, and one of them listens."""
+    made = socket.socket()
+    for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
+        if hasattr(socket, option):
+            made.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+    made.bind(("127.0.0.1", port))
+    return made
 
 
 def _head(status: int, headers: Mapping[str, str]) -> bytes:

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
+from taptwice.conformance.clients import altered as of_clients
 from taptwice.conformance.judge import Observed, judge
 from taptwice.conformance.language import Case
 from taptwice.conformance.wire import Response
 
 RECORDED = "recorded.json.gz"
+CLIENTS_RECORDED = "clients/recorded.json.gz"
 
 WHY = {"logs.all_lines": " (false asks for nothing: not all lines need the field)"}
 """Why an alteration is not noticed."""
@@ -69,6 +71,10 @@ def _others(then: Mapping[str, Any], seen: Observed) -> Iterator[tuple[Path, Any
             yield (section, name), _other(value)
     for name, value in then.get("logs", {}).items():
         yield ("logs", name), _other(value)
+    if seen.client is not None:
+        for path, value in _other_response(then.get("result", {}), seen.responses["result"]):
+            yield ("result", *path), value
+        yield from of_clients.others(then, seen.client)
 
 
 def _other_response(expected: Mapping[str, Any], found: Response) -> Iterator[tuple[Path, Any]]:
@@ -136,8 +142,11 @@ def recordings() -> dict[str, Observed]:
     def read(raw: dict[str, Any]) -> Any:
         return base64.b64decode(raw["b64"]) if raw.keys() == {"b64"} else raw
 
-    text = gzip.decompress((files(__package__) / RECORDED).read_bytes())
-    return {name: _observed(raw) for name, raw in json.loads(text, object_hook=read).items()}
+    found: dict[str, Any] = {}
+    for name in (RECORDED, CLIENTS_RECORDED):
+        text = gzip.decompress((files(__package__) / name).read_bytes())
+        found |= json.loads(text, object_hook=read)
+    return {name: _observed(raw) for name, raw in found.items()}
 
 
 def _observed(raw: dict[str, Any]) -> Observed:

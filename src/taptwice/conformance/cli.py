@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # imported when a command runs: they bring a server and its l
 
 VARIABLE = "TAPTWICE_POSTGRES_URL"
 FILE = click.Path(exists=True, dir_okay=False)
+_DOORS = "httpx2, httpx (both also with -transport, -async), requests, aiohttp"
 
 
 @click.group("conformance")
@@ -61,6 +62,7 @@ def _cases(path: str | None) -> tuple[Case, ...]:
     "--as", "callers", multiple=True, metavar="CALLER='HEADER: VALUE'", help="How a caller logs in."
 )
 @click.option("--yes", is_flag=True, help="Do not ask before writing to it.")
+@click.option("--client", default="httpx2", show_default=True, help=f"For cases about clients: {_DOORS}.")
 @click.option("--cases", "path", type=FILE, help="Other cases.")
 @click.option("--only", multiple=True, metavar="ID", help="Only this case; may be repeated.")
 @click.option("--json", "report", type=click.Path(dir_okay=False), help="Write the report here.")
@@ -73,6 +75,7 @@ def run_(
     map_: str | None,
     callers: tuple[str, ...],
     yes: bool,
+    client: str,
     path: str | None,
     only: tuple[str, ...],
     report: str | None,
@@ -92,8 +95,8 @@ def run_(
             title = url
         else:
             driver = driver or default_driver(app, store)
-            results = asyncio.run(_run(cases, app, store, driver, server or ""))
-            title = f"{app} on {store} through {driver}"
+            results = asyncio.run(_run(cases, app, store, driver, server or "", client))
+            title = f"{app} on {store} through {driver}; client {client}"
     except TaptwiceError as error:
         raise click.ClickException(error.detail) from error
     if report is not None:
@@ -103,12 +106,16 @@ def run_(
         raise SystemExit(1)
 
 
-async def _run(cases: list[Case], app: str, store: str, driver: str, server: str) -> list[Result]:
+async def _run(
+    cases: list[Case], app: str, store: str, driver: str, server: str, client: str
+) -> list[Result]:
+    from taptwice.conformance.clients.play import Clients
     from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
+    clients = Clients(client)
     async with Reference(app, store, driver, server) as target:
-        return await _played(Runner(target), cases)
+        return await _played(Runner(target, clients), cases)
 
 
 async def _played(runner: Runner, cases: list[Case]) -> list[Result]:
@@ -214,17 +221,22 @@ def explain(name: str, path: str | None) -> None:
 @click.option(
     "--record", is_flag=True, help="First record the exchanges anew, from the reference application."
 )
-@click.option("--servers/--no-servers", default=True, help="Also run the deliberately broken servers.")
+@click.option(
+    "--servers/--no-servers", default=True, help="Also run the deliberately broken servers and clients."
+)
 def selfcheck(record: bool, servers: bool) -> None:
     """Would the runner notice? Exit code 1 when it would not.
 
     Each expectation of each case is altered and judged on a recorded exchange: at least 99 % must be noticed.
-    Then each deliberately broken server must fail the case that is made for it, and pass an ordinary one.
+    Then each deliberately broken server and client must fail the case that is made for it, and pass an
+    ordinary one.
     """
     from taptwice.conformance import alter
 
     if record:
-        Path(__file__).with_name(alter.RECORDED).write_bytes(alter.packed(asyncio.run(_recorded())))
+        folder = Path(__file__).parent
+        (folder / alter.RECORDED).write_bytes(alter.packed(asyncio.run(_recorded())))
+        (folder / alter.CLIENTS_RECORDED).write_bytes(alter.packed(asyncio.run(_clients_recorded())))
     found = alter.noticed(_cases(None), alter.recordings())
     missed = [each for each in found if not each.noticed]
     for each in missed:
@@ -233,6 +245,7 @@ def selfcheck(record: bool, servers: bool) -> None:
     good = len(missed) * 100 <= len(found)
     if servers:
         good = asyncio.run(_controls()) and good
+        good = asyncio.run(_client_controls()) and good
     if not good:
         raise SystemExit(1)
 
@@ -268,3 +281,35 @@ async def _controls() -> bool:
             f"broken server {damage:<22} {'caught' if noticed else 'NOT CAUGHT'} by {name}: {own.reason}"
         )
     return good
+
+
+ORDINARY_CLIENT = "D-289"
+"""As `ORDINARY`, of the broken clients."""
+
+
+async def _client_controls() -> bool:
+    from taptwice.conformance.clients.broken import BROKEN, CONTROLS
+
+    cases = {case.id: case for case in _cases(None)}
+    good = True
+    for damage, name in CONTROLS.items():
+        ordinary, own = await _of_clients([cases[ORDINARY_CLIENT], cases[name]], BROKEN + damage)
+        noticed = own.status == "failed" and ordinary.status == "passed"
+        good = good and noticed
+        click.echo(
+            f"broken client {damage:<22} {'caught' if noticed else 'NOT CAUGHT'} by {name}: {own.reason}"
+        )
+    return good
+
+
+async def _clients_recorded() -> dict[str, Observed]:
+    results = await _of_clients(_cases(None), "httpx2")
+    return {result.case.id: result.seen for result in results if result.seen is not None}
+
+
+async def _of_clients(cases: Iterable[Case], client: str) -> list[Result]:
+    from taptwice.conformance.clients.play import Clients
+    from taptwice.conformance.clients.words import for_clients
+
+    clients = Clients(client)
+    return [await clients.run(case) for case in cases if for_clients(case)]

@@ -10,12 +10,13 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from taptwice.conformance import language, wire
+from taptwice.conformance.clients.words import for_clients
 from taptwice.conformance.database import Proxy
 from taptwice.conformance.judge import Observed
 from taptwice.conformance.language import Case
 from taptwice.conformance.routes import Routes
 from taptwice.conformance.settings import Settings
-from taptwice.conformance.words import CLIENT_STEPS, STEPS
+from taptwice.conformance.words import STEPS
 from taptwice.errors import Misuse
 
 _BY_HTTP = frozenset(
@@ -88,8 +89,8 @@ class Foreign:
 
     def not_offered(self, case: Case) -> Iterator[str]:
         """See `Target`."""
-        if case.sut == "client" or any(word in CLIENT_STEPS for step in case.steps() for word in step):
-            yield "the retrying client is not built"
+        if for_clients(case):
+            yield "about a client, not about a server"
             return
         yield from dict.fromkeys((*self._settings(case), *self._steps(case), *self._then(case.then)))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from taptwice.conformance.clients import measured
 from taptwice.conformance.tables import RECORDS
 from taptwice.conformance.wire import NO_RESPONSE, Response
 from taptwice.core.model import key_hash
@@ -31,6 +32,8 @@ class Observed:
     metrics: dict[str, float] = field(default_factory=dict)
     unstruck: list[str] = field(default_factory=list)
     """Faults that were asked for and never happened."""
+    client: dict[str, Any] | None = None
+    """What was measured of a client, where the case is about one; see `taptwice.conformance.clients.play`."""
     uncounted: bool = False
     """Whether the server does not show what it keeps: effects, keys and balances are not judged then."""
 
@@ -57,6 +60,8 @@ def judge(then: Mapping[str, Any], seen: Observed) -> list[str]:
 
 
 def _differences(then: Mapping[str, Any], seen: Observed) -> Iterator[str]:
+    if seen.client is not None:
+        yield from _of_client(measured.flat(then), seen, seen.client)
     for name, expected in then.get("responses", {}).items():
         found = seen.responses.get(name)
         if found is None:
@@ -77,6 +82,23 @@ def _differences(then: Mapping[str, Any], seen: Observed) -> Iterator[str]:
         yield f"the fault never happened: {fault}"
     if "logs" in then:
         yield from (f"logs: {text}" for text in _logs(then["logs"], seen.logs))
+
+
+def _of_client(then: Mapping[str, Any], seen: Observed, client: Mapping[str, Any]) -> Iterator[str]:
+    if "result" in then:
+        found = seen.responses.get("result", Response())
+        if found.status == NO_RESPONSE:
+            yield f"result: expected {json.dumps(then['result'])}, found the error {client['error']}"
+        else:
+            yield from (f"result: {text}" for text in _response(then["result"], found, seen))
+    for value in client["wire"] or [None] if "wire_header" in then else ():
+        sent = Response(headers=[] if value is None else [(_KEY, value)])
+        if not _matches(then["wire_header"], _KEY, sent, {}):
+            yield f"wire_header: expected {then['wire_header']}, found {value}"
+    yield from measured.differences(then, client)
+
+
+_KEY = "Idempotency-Key"
 
 
 def _allowed(wanted: Any, found: Any) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from taptwice.conformance import tables
+from taptwice.conformance.clients.words import for_clients
 from taptwice.conformance.language import Case
-from taptwice.conformance.words import CLIENT_STEPS, POINTS
+from taptwice.conformance.words import POINTS
 
 _LEASED = frozenset({"lease", "lease_renew", "provider_timeout", "provider_strategy", "completer"})
 """Settings without a meaning in the joined mode, in which every case is run that has it."""
@@ -41,8 +42,8 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 
 def not_offered(case: Case, app: str, store: str) -> Iterator[str]:
     """Each reason; none when the case can be run."""
-    if case.sut == "client" or any(word in CLIENT_STEPS for step in case.steps() for word in step):
-        yield "the retrying client is not built"
+    if for_clients(case):
+        yield "about a client, not about a server"
         return
     if "tx" not in case.modes:
         yield f"mode {'/'.join(case.modes)} is not built"

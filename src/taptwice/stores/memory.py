@@ -128,7 +128,7 @@ class MemoryHandle:
         self._executor.execute(plan.Commit())
 
     def rollback(self) -> None:
-        self._executor.execute(plan.Rollback())
+        _ = self._executor.execute(plan.Rollback())
 
 
 class MemoryExecutor:
