@@ -288,6 +288,9 @@ class MemoryExecutor:
         transaction.forgotten += old[: given["batch"]]
         return ((1,),) * len(old[: given["batch"]])
 
+    def _q_partitions(self, transaction: _Transaction, given: Parameters) -> Rows:
+        return ()
+
 
 class AsyncMemoryExecutor:
     """The same, awaiting: it waits by asking again, so that the loop is never blocked."""
