@@ -56,8 +56,8 @@ def sqlite(tmp_path: object) -> Iterator[sqlite3.Connection]:
 
 
 def test_every_dialect_has_the_same_statements() -> None:
-    # `lock` is a statement only where the right to write to the whole database is the lock; and only PostgreSQL
-    # has partitions.
+    # `lock` is a statement only where the right to write to the whole database is the lock; only PostgreSQL has
+    # partitions.
     assert set(sql.statements("sqlite")) - set(sql.statements("postgresql")) == {"lock"}
     assert set(sql.statements("postgresql")) - set(sql.statements("sqlite")) == {"partitions"}
 
@@ -150,7 +150,9 @@ def test_an_index_can_serve_the_sweep_of_postgresql(postgres: Postgres, mode: st
     postgres.execute("SELECT set_config('plan_cache_mode', %s, false)", (mode,))
     # EXPLAIN does not look into a function: its one statement is explained by itself.
     source = postgres.execute("SELECT prosrc FROM pg_proc WHERE proname = 'taptwice_sweep'").fetchone()
-    assert source and (deleting := re.search(r"DELETE.*(?=;\s*END)", str(source[0]), re.DOTALL))
+    assert source is not None
+    deleting = re.search(r"DELETE.*(?=;\s*END)", str(source[0]), re.DOTALL)
+    assert deleting is not None
     text = deleting[0].replace("moment", "CAST($1 AS timestamptz)").replace("batch", "CAST($2 AS integer)")
     plan = explained_text(postgres, text, "now()", "100")
     assert "Bitmap Index Scan on taptwice_records_expires_at" in plan

@@ -123,12 +123,27 @@ BEGIN
 END
 $$;
 
+-- The role that owns the table, or an error: it alone may make partitions and drop them.
+CREATE FUNCTION taptwice_owner() RETURNS text LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    owner oid := relowner FROM pg_class WHERE oid = CAST('taptwice_records' AS regclass);
+BEGIN
+    IF NOT pg_has_role(owner, 'USAGE') THEN
+        RAISE EXCEPTION USING ERRCODE = 'TT001', MESSAGE =
+            'taptwice_records is partitioned, and swept by its owner alone: sweep as the role '
+            || CAST(CAST(owner AS regrole) AS text);
+    END IF;
+    RETURN CAST(owner AS regrole);
+END
+$$;
+
 -- Rows are deleted from the DEFAULT partition alone: the others are dropped.
 CREATE OR REPLACE FUNCTION taptwice_sweep(pretended_now double precision, batch integer)
 RETURNS SETOF boolean LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     moment timestamptz := coalesce(to_timestamp(pretended_now), clock_timestamp());
 BEGIN
+    PERFORM taptwice_owner();
     RETURN QUERY
     DELETE FROM taptwice_records_default WHERE ctid = ANY (ARRAY(
         SELECT ctid FROM taptwice_records_default WHERE expires_at < moment LIMIT batch FOR UPDATE SKIP LOCKED))
@@ -152,9 +167,8 @@ DECLARE
     past text[] := '{}';
     coming date[];
     each record;
-    used boolean;
+    owner text := taptwice_owner();
     home text;
-    owner text;
     day date;
 BEGIN
     FOR each IN
@@ -168,8 +182,10 @@ BEGIN
         IF upper(each.span) <= moment THEN
             past := past || each.name;
         ELSIF lower(each.span) > moment THEN
-            EXECUTE 'SELECT EXISTS (SELECT FROM ' || each.name || ')' INTO used;
-            latest := CASE WHEN used THEN greatest(latest, CAST(lower(each.span) AS date)) ELSE latest END;
+            IF EXISTS (SELECT FROM taptwice_records
+                        WHERE expires_at >= lower(each.span) AND expires_at < upper(each.span)) THEN
+                latest := greatest(latest, CAST(lower(each.span) AS date));
+            END IF;
         END IF;
     END LOOP;
     SELECT greatest(latest, CAST(max(expires_at) AS date)) INTO latest FROM taptwice_records_default
@@ -183,12 +199,8 @@ BEGIN
         RETURN;
     END IF;
 
-    SELECT CAST(CAST(relnamespace AS regnamespace) AS text), CAST(CAST(relowner AS regrole) AS text)
-      INTO home, owner FROM pg_class WHERE oid = CAST('taptwice_records' AS regclass);
-    IF NOT pg_has_role(CAST(CAST(owner AS regrole) AS oid), 'USAGE') THEN
-        RAISE EXCEPTION USING ERRCODE = 'TT001', MESSAGE =
-            'the partitions of taptwice_records are made and dropped by its owner: sweep as the role ' || owner;
-    END IF;
+    SELECT CAST(relnamespace AS regnamespace) INTO home
+      FROM pg_class WHERE oid = CAST('taptwice_records' AS regclass);
     LOCK TABLE taptwice_records IN ACCESS EXCLUSIVE MODE;
     change := 'dropped';
     FOREACH partition IN ARRAY past LOOP
