@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -400,6 +401,106 @@ def test_sql_wants_a_dialect() -> None:
     assert "--dialect" in result.stderr
 
 
+# --- partitions ---------------------------------------------------------------------------------------------
+
+OPTION = "option_pre_partition_by_day"
+
+
+@pytest.fixture(params=["psycopg", "asyncpg"])
+def server(request: pytest.FixtureRequest, fresh_postgres: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "asyncpg":
+        without(monkeypatch, "psycopg")
+    return fresh_postgres
+
+
+def test_init_partitions_a_table_that_is_there(server: str) -> None:
+    succeed("init", "--database", server)
+    remember(server, "k-1")
+    arguments = ("init", "--partition-by", "day", "--database", server)
+    assert succeed(*arguments).stdout == f"applied {OPTION}\n"
+    assert succeed(*arguments).stdout == "nothing to do\n"
+    assert succeed("init", "--database", server).stdout == "nothing to do\n"
+    remember(server, "k-2")
+    for key in ("k-1", "k-2"):
+        for account in ((), ("--account", "acct_1")):
+            result = succeed("inspect", key, *account, "--database", server)
+            assert re.search(rf"^key +{key}$", result.stdout, re.MULTILINE)
+
+
+def test_sweep_tells_of_the_partitions(server: str) -> None:
+    succeed("init", "--partition-by", "day", "--database", server)
+    past, coming = time.time() - 3 * DAY, f"taptwice_records_{datetime.now(UTC) + timedelta(days=2):%Y%m%d}"
+    with psycopg.connect(server) as connection:
+        rows = connection.execute("SELECT partition FROM taptwice_partitions(%s)", (past,)).fetchall()
+        connection.execute(f"DROP TABLE {coming}".encode())
+    days = [name for (name,) in rows]
+    remember(server, "deleted", made=9 * DAY)
+    remember(server, "dropped", made=4 * DAY)
+    remember(server, "alive")
+    assert json.loads(succeed("sweep", "--json", "--database", server).stdout) == {
+        "removed": 1,
+        "batches": 1,
+        "done": True,
+        "partitions_dropped": days,
+        "partitions_created": [coming],
+    }
+    assert count(server) == 1
+    assert succeed("sweep", "--database", server).stdout == "removed 0 expired records\n"
+
+
+def test_sweep_tells_people_of_the_partitions(server: str) -> None:
+    succeed("init", "--partition-by", "day", "--database", server)
+    with psycopg.connect(server) as connection:
+        connection.execute("SELECT taptwice_partitions(%s)", (1_772_323_200.0,))  # 2026-03-01
+        connection.execute("DROP TABLE taptwice_records_20260303")
+    dropped = "dropped 2 partitions: taptwice_records_20260301, taptwice_records_20260302"
+    said = succeed("sweep", "--database", server).stdout
+    assert said == f"removed 0 expired records\n{dropped}\n"
+
+
+def test_sweep_that_is_kept_from_the_partitions_says_so(server: str) -> None:
+    succeed("init", "--partition-by", "day", "--database", server)
+    remember(server, "old", made=2 * DAY)
+    with psycopg.connect(server) as busy, psycopg.connect(server) as other:
+        other.execute("SELECT taptwice_partitions(1772323200)")
+        other.commit()
+        busy.execute("SELECT 1 FROM taptwice_records")
+        result = invoke("sweep", "--database", server)
+    assert result.exit_code == 3
+    assert result.stdout == "removed 1 expired records\n"
+    assert "were using taptwice_records; sweep again" in result.stderr
+
+
+def test_partitions_are_for_postgresql_alone(tmp_path: Path) -> None:
+    arguments = ("--partition-by", "day")
+    said = fail(2, "init", *arguments, "--database", f"sqlite:///{tmp_path}/shop.db")
+    assert "PostgreSQL only" in said
+    assert "PostgreSQL only" in fail(2, "sql", "--dialect", "sqlite", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tool", ["psql", "alembic", "django"])
+def test_sql_of_the_partitions_is_what_init_does(tool: str, fresh_postgres: str) -> None:
+    from sqlalchemy import create_engine, text
+
+    printed = succeed("sql", "--dialect", "postgresql", "--partition-by", "day", "--for", tool).stdout
+    if tool == "psql":
+        with psycopg.connect(fresh_postgres, autocommit=True) as connection:
+            connection.execute(printed.encode())
+    else:
+        engine = create_engine(fresh_postgres.replace("://", "+psycopg://"))
+        with engine.begin() as connection:
+            for statement in Pasted(printed).statements:
+                connection.execute(text(statement))
+        engine.dispose()
+    assert succeed("init", "--partition-by", "day", "--database", fresh_postgres).stdout == "nothing to do\n"
+    remember(fresh_postgres, "k")
+    with psycopg.connect(fresh_postgres) as connection:
+        found = connection.execute("SELECT tableoid::regclass::text FROM taptwice_records").fetchone()
+    assert found is not None
+    assert re.fullmatch(r"taptwice_records_\d{8}", found[0])
+
+
 # --- inspect ------------------------------------------------------------------------------------------------
 
 
@@ -497,6 +598,11 @@ def expired(url: str, number: int) -> None:
     remember(url, "young", made=DAY - 60)
 
 
+def swept(**done: Any) -> dict[str, Any]:
+    """What a sweep tells of a table without partitions."""
+    return {**done, "partitions_dropped": [], "partitions_created": []}
+
+
 def test_sweep_removes_what_is_over_and_nothing_else(database: str) -> None:
     expired(database, 5)
     result = succeed("sweep", "--batch", "2", "--database", database)
@@ -510,12 +616,12 @@ def test_sweep_removes_what_is_over_and_nothing_else(database: str) -> None:
 def test_sweep_is_bounded(database: str) -> None:
     expired(database, 5)
     arguments = ("sweep", "--batch", "2", "--max-batches", "2", "--database", database)
-    assert json.loads(succeed(*arguments, "--json").stdout) == {"removed": 4, "batches": 2, "done": False}
+    assert json.loads(succeed(*arguments, "--json").stdout) == swept(removed=4, batches=2, done=False)
     assert count(database) == 2
     assert succeed("sweep", "--batch", "1", "--max-batches", "1", "--database", database).stdout == (
         "removed 1 expired records; there may be more\n"
     )
-    assert json.loads(succeed(*arguments, "--json").stdout) == {"removed": 0, "batches": 1, "done": True}
+    assert json.loads(succeed(*arguments, "--json").stdout) == swept(removed=0, batches=1, done=True)
 
 
 @pytest.mark.parametrize("option", ["--batch", "--max-batches"])
@@ -544,7 +650,7 @@ def test_sweep_that_is_stopped_keeps_what_was_committed(
     assert result.exit_code == 130
     assert count(lite) == 7 - 4
     if as_json:
-        assert json.loads(result.stdout) == {"removed": 4, "batches": 2, "done": False}
+        assert json.loads(result.stdout) == swept(removed=4, batches=2, done=False)
     else:
         assert result.stdout == "removed 4 expired records; there may be more\n"
     assert "rolled back" in result.stderr
@@ -571,7 +677,7 @@ def test_ctrl_c_while_the_server_lets_wait(driver: str, fresh_postgres: str) -> 
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert json.loads(out) == {"removed": 0, "batches": 0, "done": False}
+    assert json.loads(out) == swept(removed=0, batches=0, done=False)
     assert "Traceback" not in err
 
 

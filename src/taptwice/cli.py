@@ -16,6 +16,7 @@ import click
 
 from taptwice import sql
 from taptwice.cli_database import (
+    Failed,
     NotFound,
     database_option,
     expected,
@@ -29,9 +30,10 @@ from taptwice.cli_intents import intents
 from taptwice.conformance.cli import conformance
 from taptwice.core.header import check_key
 from taptwice.core.model import pack_headers
+from taptwice.errors import Misuse
 from taptwice.flows.migrate import BOTH, migrate
-from taptwice.flows.retention import sweep_turn
-from taptwice.stores.sql import Inspected, SqlStore
+from taptwice.flows.retention import partition_turn, sweep_turn
+from taptwice.stores.sql import Inspected, Partition, SqlStore
 
 Tool = Literal["psql", "alembic", "django"]
 
@@ -43,6 +45,12 @@ phase_option = click.option(
     "--phase",
     type=click.Choice(BOTH),
     help="Only what runs before the new code is deployed (pre), or after the old code is gone (post).",
+)
+
+partition_option = click.option(
+    "--partition-by",
+    type=click.Choice(get_args(sql.Period)),
+    help="Keep the records in a partition for each day on which they expire (PostgreSQL only).",
 )
 
 
@@ -62,8 +70,9 @@ main.add_command(intents)
 @main.command()
 @database_option
 @phase_option
+@partition_option
 @json_option
-def init(url: str, phase: sql.Phase | None, as_json: bool) -> None:
+def init(url: str, phase: sql.Phase | None, partition_by: sql.Period | None, as_json: bool) -> None:
     """Make the tables, or bring them up to this release.
 
     Applies what is missing, each migration in a transaction of its own. Running it again, or in several
@@ -75,10 +84,12 @@ def init(url: str, phase: sql.Phase | None, as_json: bool) -> None:
       TAPTWICE_DATABASE_URL=sqlite:///shop.db taptwice init
       taptwice init --phase pre       # before a deploy
       taptwice init --phase post      # when the old code is gone
+      taptwice init --partition-by day    # also later: the records that are there are kept
     """
     database = open_database(url, create=True)
     with expected(database):
-        done = database.drive(migrate(database.dialect, (phase,) if phase else BOTH))
+        steps = _steps(database.dialect, partition_by)
+        done = database.drive(migrate(database.dialect, (phase,) if phase else BOTH, steps))
     if as_json:
         print_json({"applied": done.applied, "waiting": done.waiting})
         return
@@ -101,7 +112,8 @@ def init(url: str, phase: sql.Phase | None, as_json: bool) -> None:
     help="Where it will be pasted.",
 )
 @phase_option
-def sql_(dialect: sql.Dialect, tool: Tool, phase: sql.Phase | None) -> None:
+@partition_option
+def sql_(dialect: sql.Dialect, tool: Tool, phase: sql.Phase | None, partition_by: sql.Period | None) -> None:
     """Print the migrations as text, to paste. No database is touched.
 
     They are recorded as `taptwice init` does, which will find nothing to do afterwards.
@@ -112,8 +124,16 @@ def sql_(dialect: sql.Dialect, tool: Tool, phase: sql.Phase | None) -> None:
       taptwice sql --dialect postgresql --for alembic
       taptwice sql --dialect sqlite --for django
     """
-    steps = [each for each in sql.migrations(dialect) if phase in (None, each.phase)]
+    try:
+        steps = [each for each in _steps(dialect, partition_by) if phase in (None, each.phase)]
+    except Misuse as error:
+        raise Failed(error.detail) from error
     click.echo(_PRINTERS[tool](dialect, steps), nl=False)
+
+
+def _steps(dialect: sql.Dialect, partition_by: sql.Period | None) -> tuple[sql.Migration, ...]:
+    optional = () if partition_by is None else (sql.partitioning(dialect, partition_by),)
+    return (*sql.migrations(dialect), *optional)
 
 
 @main.command()
@@ -167,6 +187,9 @@ def sweep(url: str, batch: int, max_batches: int | None, as_json: bool) -> None:
     In short transactions, beside the running service. A record within its window is never removed. It
     may be stopped at any time: what was removed stays removed, and the next run goes on.
 
+    In a table that is partitioned by day, the days that are over are dropped, and partitions for the coming
+    days are made: sweep once a day at least, as the role that owns the table.
+
     \b
     Examples:
       taptwice sweep
@@ -176,18 +199,29 @@ def sweep(url: str, batch: int, max_batches: int | None, as_json: bool) -> None:
     store = SqlStore(database.dialect)
     removed = batches = 0
     more = True
+    partitions: tuple[Partition, ...] = ()
     try:
         with _progress() as tell, expected(database):
             while more and (max_batches is None or batches < max_batches):
                 count = database.drive(sweep_turn(store, batch))
                 removed, batches, more = removed + count, batches + 1, count == batch
                 tell(f"{removed} removed in {batches} {'batch' if batches == 1 else 'batches'}")
+            if not more:
+                partitions = database.drive(partition_turn(store))
     finally:
         # Also when it was stopped: what is done is done.
+        dropped, created = (
+            [each.name for each in partitions if each.change == change] for change in ("dropped", "created")
+        )
         if as_json:
-            print_json({"removed": removed, "batches": batches, "done": not more})
+            done = {"removed": removed, "batches": batches, "done": not more}
+            print_json({**done, "partitions_dropped": dropped, "partitions_created": created})
         elif batches:
             click.echo(f"removed {removed} expired records{'; there may be more' if more else ''}")
+            for change, names in (("dropped", dropped), ("created", created)):
+                if names:
+                    plural = "s" if len(names) > 1 else ""
+                    click.echo(f"{change} {len(names)} partition{plural}: {', '.join(names)}")
 
 
 @contextmanager

@@ -38,9 +38,9 @@ def sqlite(tmp_path: pathlib.Path) -> Iterator[Sqlite]:
     database.close()
 
 
-@pytest.fixture
-def postgres(fresh_postgres: str) -> Iterator[Postgres]:
-    database = Postgres(fresh_postgres)
+@pytest.fixture(params=[False, True], ids=["one-table", "partitioned"])
+def postgres(fresh_postgres: str, request: pytest.FixtureRequest) -> Iterator[Postgres]:
+    database = Postgres(fresh_postgres, partitioned=request.param)
     yield database
     database.close()
 

@@ -215,11 +215,12 @@ class Sqlite(Database):
 
 
 class Postgres(Database):
-    def __init__(self, url: str, create: bool = True) -> None:
+    def __init__(self, url: str, create: bool = True, partitioned: bool = False) -> None:
         self._reader = psycopg.connect(url, autocommit=True)
         if create:
             self._reader.execute(CHARGES.format("bytea"))
-            for migration in sql.migrations("postgresql"):
+            optional = (sql.partitioning("postgresql", "day"),) if partitioned else ()
+            for migration in (*sql.migrations("postgresql"), *optional):
                 self._reader.execute(migration.text.encode())
         self._pool = ConnectionPool(url, min_size=2, max_size=4, open=True)
         self.source = drivers.source(self._pool)

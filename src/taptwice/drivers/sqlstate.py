@@ -14,6 +14,7 @@ from taptwice.errors import (
 _CONTENTION = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock timeout
 _TORN = {"3B001", "25P01"}  # no such savepoint, no transaction
 _MISSING = {"42P01", "42883", "42703", "3F000"}  # table, function, column, schema
+_REFUSED = "TT001"  # what our functions refuse by themselves, in words that name the remedy
 _UNAVAILABLE = {"25006", "57014"}  # read-only transaction, statement timeout
 _UNAVAILABLE_CLASSES = {"08", "53", "57", "58", "XX", "28", "3D"}
 
@@ -33,6 +34,8 @@ def ours(sqlstate: str | None, text: str) -> TaptwiceError | None:
             "a database error inside the claim was swallowed, and PostgreSQL takes no further statement: "
             "let the error through, or put what may fail into a nested transaction (a savepoint)"
         )
+    if sqlstate == _REFUSED:
+        return Misuse(text.partition("\n")[0])  # the lines that follow tell where in the function
     if sqlstate in _MISSING:
         return Misuse(
             f"{text}: run `taptwice init` against this database (or apply the output of `taptwice sql`)"

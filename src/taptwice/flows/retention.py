@@ -5,7 +5,8 @@
     with sweeping(pool_source, every="10m"):                the same where nothing awaits
         ...
 
-Any number of processes may sweep one table. A row within its window is never touched.
+Any number of processes may sweep one table. A row within its window is never touched. Where the table is
+partitioned, the partitions of days that are over are dropped whole, and the rows of DEFAULT leave in batches.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from taptwice.core.plan import Begin, Commit, Plan, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.drivers import Source
 from taptwice.drivers.system import jittered
-from taptwice.errors import Misuse, TaptwiceError
+from taptwice.errors import Contention, Misuse, TaptwiceError
 from taptwice.flows.transaction import TURN, abandon
-from taptwice.stores.sql import SqlStore
+from taptwice.stores.sql import Partition, SqlStore
 
 logger = logging.getLogger("taptwice.retention")
 
@@ -44,6 +45,33 @@ def sweep_turn(store: SqlStore, batch: int) -> Plan[int]:
         return count
     finally:
         yield from abandon()
+
+
+def partition_turn(store: SqlStore) -> Plan[tuple[Partition, ...]]:
+    """Make the partitions of the coming days and drop those that are past; in a table without any, nothing.
+
+    Each claim waits while this is done, and while this waits for the transactions that have claimed: for at
+    most 1 s, then it raises `Contention`. Raises `Misuse` when the role does not own the table.
+    """
+    if store.dialect != "postgresql":
+        return ()
+    try:
+        yield from ask(Begin(TURN))
+        changed = yield from store.partitions()
+        yield from ask(Commit())
+        return changed
+    except Contention as error:
+        raise Contention(
+            "partitions are left as they are: transactions were using taptwice_records; sweep again"
+        ) from error
+    finally:
+        yield from abandon()
+
+
+def _turn(store: SqlStore, batch: int) -> Plan[tuple[int, tuple[Partition, ...]]]:
+    """Rows first: while there are more of them, the claims are not made to wait as well."""
+    count = yield from sweep_turn(store, batch)
+    return count, () if count == batch else (yield from partition_turn(store))
 
 
 class Sweeping:
@@ -101,21 +129,21 @@ class Sweeping:
         pause = self._every * FIRST
         while not self._leave.wait(jittered(pause)):
             try:
-                count = run(sweep_turn(self._store, self._batch), self._source.open().execute)
+                done = run(_turn(self._store, self._batch), self._source.open().execute)
             except Exception as error:
                 pause = self._failed(error)
             else:
-                pause = self._swept(count)
+                pause = self._swept(*done)
 
     async def _awork(self) -> None:
         pause = self._every * FIRST
         while not await self._left_within(jittered(pause)):
             try:
-                count = await arun(sweep_turn(self._store, self._batch), self._source.open().execute)
+                done = await arun(_turn(self._store, self._batch), self._source.open().execute)
             except Exception as error:
                 pause = self._failed(error)
             else:
-                pause = self._swept(count)
+                pause = self._swept(*done)
 
     async def _left_within(self, timeout: float) -> bool:
         try:
@@ -124,10 +152,12 @@ class Sweeping:
         except TimeoutError:
             return False
 
-    def _swept(self, count: int) -> float:
+    def _swept(self, count: int, partitions: tuple[Partition, ...]) -> float:
         """Seconds until the next turn."""
         if count:
             logger.info("sweep: %d expired records removed", count)
+        for each in partitions:
+            logger.info("sweep: partition %s %s", each.name, each.change)
         return self._every if count < self._batch else min(BREATH, self._every)
 
     def _failed(self, error: Exception) -> float:

@@ -13,9 +13,11 @@ from importlib.resources import files
 from typing import Literal
 
 from taptwice.core.plan import Query, Value
+from taptwice.errors import Misuse
 
 Dialect = Literal["postgresql", "sqlite"]
 Phase = Literal["pre", "post"]
+Period = Literal["day"]
 
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")
 
@@ -120,6 +122,14 @@ def migrations(dialect: Dialect) -> tuple[Migration, ...]:
     folder = files(__package__) / "migrations" / dialect
     found = [Migration(entry.name.removesuffix(".sql"), entry.read_text()) for entry in folder.iterdir()]
     return tuple(sorted(found, key=lambda migration: migration.name))
+
+
+def partitioning(dialect: Dialect, by: Period) -> Migration:
+    """The optional step that partitions the records by the `by` in which they expire; PostgreSQL only."""
+    if dialect != "postgresql":
+        raise Misuse(f"records are partitioned on PostgreSQL only, not on {dialect}")
+    name = f"option_pre_partition_by_{by}"
+    return Migration(name, (files(__package__) / "migrations" / "optional" / f"{name}.sql").read_text())
 
 
 def _split(text: str) -> list[str]:

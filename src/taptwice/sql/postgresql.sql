@@ -15,15 +15,12 @@ SELECT 1 WHERE taptwice_save(
        CAST(:account AS text), CAST(:key AS text), CAST(:headers AS bytea), CAST(:body AS bytea));
 
 -- name: insert_late
--- Save an answer in a transaction that holds no claim; no row comes back when the key has a record.
-INSERT INTO taptwice_records
-       (id, created_at, expires_at, fingerprint_version, status, fingerprint, account, key, headers, body)
-SELECT CAST(encode(CAST(:id AS bytea), 'hex') AS uuid), moment, moment + make_interval(secs => CAST(:window AS float8)),
+-- Save an answer in a transaction that holds no claim (the function stands in migrations/postgresql/001). No row
+-- comes back when the key has a record.
+SELECT 1 WHERE taptwice_save_late(
+       CAST(encode(CAST(:id AS bytea), 'hex') AS uuid), CAST(:now AS float8), CAST(:window AS float8),
        CAST(:version AS smallint), CAST(:status AS smallint), CAST(:fingerprint AS bytea),
-       CAST(:account AS text), CAST(:key AS text), CAST(:headers AS bytea), CAST(:body AS bytea)
-  FROM (SELECT coalesce(to_timestamp(CAST(:now AS float8)), transaction_timestamp()) AS moment) AS claimed
-ON CONFLICT (id) DO NOTHING
-RETURNING 1;
+       CAST(:account AS text), CAST(:key AS text), CAST(:headers AS bytea), CAST(:body AS bytea));
 
 -- name: look
 -- The record of a key, without a lock.
@@ -44,13 +41,14 @@ SELECT encode(uuid_send(id), 'hex'), account, key, fingerprint_version, fingerpr
   FROM taptwice_records WHERE key = CAST(:key AS text) ORDER BY created_at LIMIT 100;
 
 -- name: sweep
--- Forget one batch of records whose window is over; one row comes back for each. The moment stands in a SELECT
--- of its own because no index can serve a comparison with a volatile function.
-DELETE FROM taptwice_records WHERE ctid = ANY (ARRAY(
-    SELECT ctid FROM taptwice_records
-     WHERE expires_at < (SELECT coalesce(to_timestamp(CAST(:now AS float8)), clock_timestamp()))
-     LIMIT CAST(:batch AS integer) FOR UPDATE SKIP LOCKED))
-RETURNING 1;
+-- Forget one batch of records whose window is over; one row comes back for each. Where the table is partitioned
+-- these are records of its DEFAULT partition (the function stands in migrations/postgresql/001).
+SELECT 1 FROM taptwice_sweep(CAST(:now AS float8), CAST(:batch AS integer));
+
+-- name: partitions
+-- Make the partitions of the coming days, drop those whose records are all past their window; one row comes back
+-- for each. Nothing where the table is not partitioned.
+SELECT change, partition FROM taptwice_partitions(CAST(:now AS float8));
 
 -- name: intent_make
 -- Write down an intent that is not sent yet. One that is there stays as it is.

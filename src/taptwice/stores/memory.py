@@ -59,7 +59,8 @@ class MemoryDatabase:
     """All that is committed, who holds which lock, and the transactions that are open.
 
     `lock_timeout`: seconds that an insert waits for another transaction; None waits until it ends.
-    `partitioned`: the primary key is (id, created_at), as over partitions by time: no backstop any more.
+    `partitioned`: the primary key is (id, created_at), as over partitions by time, and no second lock stands
+    in for it: no backstop any more.
     """
 
     dialect: Dialect = "postgresql"
@@ -289,6 +290,9 @@ class MemoryExecutor:
         old = [each for each in self.database.records if each.expires_at < now and each not in taken]
         transaction.forgotten += old[: given["batch"]]
         return ((1,),) * len(old[: given["batch"]])
+
+    def _q_partitions(self, transaction: _Transaction, given: Parameters) -> Rows:
+        return ()
 
 
 class AsyncMemoryExecutor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from taptwice import sql
 from taptwice.core.fingerprint import Fingerprint
@@ -44,6 +44,14 @@ class Inspected:
     key: str | None
     record: Record
     expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A part of the table, by its name in the database, and what has become of it."""
+
+    name: str
+    change: Literal["created", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,11 @@ class SqlStore:
         """Forget at most `batch` records whose window is over; how many there were."""
         rows = yield from ask(Query("sweep", (("batch", batch), ("now", self.now))))
         return len(rows)
+
+    def partitions(self) -> Plan[tuple[Partition, ...]]:
+        """Make the partitions of the coming days, drop those that are past; PostgreSQL only."""
+        rows = yield from ask(Query("partitions", (("now", self.now),)))
+        return tuple(Partition(name, change) for change, name in rows)
 
     def _values(self, entry: Entry) -> tuple[tuple[str, Value], ...]:
         digest = entry.fingerprint.digest()

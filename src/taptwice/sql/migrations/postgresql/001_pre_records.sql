@@ -75,3 +75,40 @@ BEGIN
     RETURN true;
 END
 $$;
+
+-- Save an answer in a transaction that holds no claim; false, and nothing is saved, when the key has a record.
+CREATE FUNCTION taptwice_save_late(
+    record uuid, pretended_now double precision, window_s double precision,
+    fingerprint_version smallint, status smallint, fingerprint bytea,
+    account text, key text, headers bytea, body bytea
+) RETURNS boolean LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    moment timestamptz := coalesce(to_timestamp(pretended_now), transaction_timestamp());
+BEGIN
+    INSERT INTO taptwice_records
+    VALUES (record, moment, moment + make_interval(secs => window_s), fingerprint_version, status, fingerprint,
+            account, key, headers, body)
+    ON CONFLICT (id) DO NOTHING;
+    RETURN FOUND;
+END
+$$;
+
+-- Forget one batch of records whose window is over; one row comes back for each.
+CREATE FUNCTION taptwice_sweep(pretended_now double precision, batch integer)
+RETURNS SETOF boolean LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    moment timestamptz := coalesce(to_timestamp(pretended_now), clock_timestamp());
+BEGIN
+    RETURN QUERY
+    DELETE FROM taptwice_records WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM taptwice_records WHERE expires_at < moment LIMIT batch FOR UPDATE SKIP LOCKED))
+    RETURNING true;
+END
+$$;
+
+-- What has become of the partitions: nothing, in one table. `taptwice init --partition-by day` replaces this
+-- function, and those above.
+CREATE FUNCTION taptwice_partitions(pretended_now double precision)
+RETURNS TABLE (change text, partition text) LANGUAGE sql STABLE AS $$
+    SELECT CAST(NULL AS text), CAST(NULL AS text) WHERE false
+$$;
