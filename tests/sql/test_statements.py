@@ -56,8 +56,8 @@ def sqlite(tmp_path: object) -> Iterator[sqlite3.Connection]:
 
 
 def test_every_dialect_has_the_same_statements() -> None:
-    # `lock` is a statement only where the right to write to the whole database is the lock; only PostgreSQL has
-    # partitions.
+    # `lock` is a statement only where the right to write to the whole database is the lock; partitions are
+    # PostgreSQL's alone.
     assert set(sql.statements("sqlite")) - set(sql.statements("postgresql")) == {"lock"}
     assert set(sql.statements("postgresql")) - set(sql.statements("sqlite")) == {"partitions"}
 
