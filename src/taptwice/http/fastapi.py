@@ -16,10 +16,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from fastapi.concurrency import contextmanager_in_threadpool
 from fastapi.dependencies.utils import get_typed_signature
 from fastapi.params import Depends as DependsParameter
 from fastapi.requests import HTTPConnection
@@ -32,7 +33,7 @@ from taptwice.errors import Misuse
 from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, conducted_in
 from taptwice.http.exchange import NotSaved
 from taptwice.http.openapi import describe
-from taptwice.http.starlette import claim_and_call, connections, handed_over, sessions
+from taptwice.http.starlette import claim_and_call, connections, handed_over, session_maker, sessions
 
 __all__ = ["Idempotency", "IdempotentRoute", "NotSaved"]
 
@@ -74,7 +75,7 @@ class Idempotency(AsgiSettings):
                 "account must be a dependency: a function that gives the account of whoever is logged in"
             )
         self.account = account
-        self.session = sessions(self)
+        self.session = _session(self)
         """Dependency: a session; inside a keyed handler it works in the claim's transaction."""
         self.connection = _connection(connections(self))
         """Dependency: a connection of the driver; inside a keyed handler the claim's own."""
@@ -84,6 +85,43 @@ class Idempotency(AsgiSettings):
         return Depends(Keyed(self, changed(self.policy, **changes)))
 
 
+# In a keyed request neither dependency is a generator: FastAPI's way with those costs as much as a statement.
+ENDS = "scope" in inspect.signature(Depends).parameters
+"""Whether this FastAPI knows two ends of a dependency, and keeps a stack of what is to be done at each."""
+
+
+def _session(once: Idempotency) -> Callable[..., Any]:
+    """The dependency: a session that works in the claim's transaction, or a plain one."""
+    maker = session_maker(once)
+    make = sessions(once, maker)
+    if maker is None or not ENDS:
+        return make
+    blocking = once.source.blocking
+
+    def plain() -> AbstractAsyncContextManager[Any]:
+        return (
+            contextmanager_in_threadpool(contextmanager(make)()) if blocking else asynccontextmanager(make)()
+        )
+
+    async def session(request: Request) -> Any:
+        stack: AsyncExitStack = request.scope["fastapi_inner_astack"]
+        if SCOPE_KEY not in request.scope:
+            return await stack.enter_async_context(plain())
+        made = maker()
+        stack.push_async_callback(close_unclaimed, made)
+        return made
+
+    return session
+
+
+async def close_unclaimed(session: Any) -> None:
+    """Close a session that has worked outside the claim: a login's, of a request that was refused."""
+    inner = getattr(session, "sync_session", session)
+    if inner.claimed_by is not None or not inner.in_transaction():
+        return  # it is settled with the claim, or was
+    await (run_in_threadpool(session.close) if inner is session else session.close())
+
+
 def _connection(make: Callable[[], AsyncIterator[Any]]) -> Callable[[Request], Any]:
     """The dependency: the claim's connection, or one that is committed before the answer is sent.
 
@@ -91,7 +129,7 @@ def _connection(make: Callable[[], AsyncIterator[Any]]) -> Callable[[Request], A
     client would be told of what a failing commit then takes back. A stream must not work on it any more.
     """
     manager = asynccontextmanager(make)
-    if "scope" not in inspect.signature(Depends).parameters:  # an older FastAPI, which knows no other end
+    if not ENDS:
 
         async def until_later(request: Request) -> AsyncIterator[Any]:
             if (handed := handed_over(request.scope)) is not None:

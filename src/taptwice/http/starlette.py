@@ -76,9 +76,21 @@ def connections(once: AsgiSettings) -> Callable[[], AsyncIterator[Any]]:
     return connection
 
 
-def sessions(once: AsgiSettings) -> Callable[..., Any]:
-    """The dependency that gives a session: inside a claim in its transaction, elsewhere a plain one."""
+def session_maker(once: AsgiSettings) -> Callable[[], Any] | None:
+    """What makes sessions that join a claim; None where the origin makes no sessions."""
     if not type(once.origin).__module__.startswith("sqlalchemy") or not hasattr(once.origin, "configure"):
+        return None
+    from taptwice.http.joined import joined, watch  # SQLAlchemy is an extra
+
+    _ = once.source  # refuses a maker that is bound to no engine, or to several
+    maker: Callable[[], Any] = joined(once.origin)
+    watch(once.origin.kw["bind"])
+    return maker
+
+
+def sessions(once: AsgiSettings, maker: Callable[[], Any] | None) -> Callable[..., Any]:
+    """What gives a session for a while: inside a claim in its transaction, elsewhere a plain one."""
+    if maker is None:
 
         async def missing() -> AsyncIterator[Any]:
             raise Misuse("once.session needs a session maker: Idempotency(async_sessionmaker(engine), …)")
@@ -86,12 +98,9 @@ def sessions(once: AsgiSettings) -> Callable[..., Any]:
 
         return missing
 
-    from taptwice.http.joined import joined, left_to_claim, watch  # SQLAlchemy is an extra
+    from taptwice.http.joined import left_to_claim
 
-    blocking = once.source.blocking  # also refuses a maker that is bound to no engine, or to several
-    maker = joined(once.origin)
-    watch(once.origin.kw["bind"])
-    if blocking:
+    if once.source.blocking:
 
         def session() -> Iterator[Any]:
             made = maker()
@@ -167,7 +176,7 @@ class Idempotency(AsgiSettings):
     def __init__(self, origin: Any, *, account: Callable[[Request], Any], **settings: Any) -> None:
         super().__init__(origin, **settings)
         self.account = account
-        make = sessions(self)
+        make = sessions(self, session_maker(self))
         manager = contextmanager if inspect.isgeneratorfunction(make) else asynccontextmanager
         self.session: Callable[[], Any] = manager(make)
         """A session, for ``async with once.session()`` (or ``with``, where the session maker blocks)."""
