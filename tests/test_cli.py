@@ -163,9 +163,10 @@ def test_two_processes_at_once_both_succeed(
     url = f"sqlite:///{tmp_path}/shop.db" if kind == "sqlite" else request.getfixturevalue("fresh_postgres")
     command = [sys.executable, "-m", "taptwice", "init", "--database", url]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = sorted(process.communicate(timeout=60)[0] for process in both)
+    said = "".join(process.communicate(timeout=60)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0]
-    assert said == ["".join(f"applied {name}\n" for name in MIGRATIONS), "nothing to do\n"]
+    applied = [line for line in said.splitlines() if line.startswith("applied")]
+    assert sorted(applied) == [f"applied {name}" for name in MIGRATIONS], "each step once, by whichever"
 
 
 def test_init_names_the_role_that_it_needs(fresh_postgres: str) -> None:

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from taptwice.core.model import key_hash
 from taptwice.events import Event, Outcome, emit
 from taptwice.flows.current import Current, KeyHashFilter, current
 
@@ -56,9 +57,9 @@ def test_the_filter_gives_every_line_the_key_of_its_request() -> None:
         return record.idempotency_key_hash  # type: ignore[attr-defined]
 
     assert filtered() is None
-    token = current.set(Current("0123456789abcdef"))
+    token = current.set(Current("order-4711"))
     try:
-        assert filtered() == "0123456789abcdef"
+        assert filtered() == key_hash("order-4711")
     finally:
         current.reset(token)
 

@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
     def abandon(self) -> None:
         assert self.open
         now, self.open = self.open, None
-        assert self.both(lambda *_: abandon(), now.executors) == [None, None]
+        assert self.both(lambda *_: abandon(), now.executors) == [True, True]
 
     # --- a claim in the caller's transaction, at one go
 
