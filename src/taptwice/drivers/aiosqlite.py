@@ -41,7 +41,7 @@ class Turns:
     async def take(self, executor: AiosqliteExecutor) -> None:
         """Wait for the executor's turn. Raises `Busy`."""
         writer = None if self._writer is None else self._writer()
-        if writer is not None and writer.has_turn:
+        if writer is not None and writer.is_writing:
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(mine)
             try:
@@ -107,6 +107,12 @@ class AiosqliteExecutor(Awaiting):
             )
         # The thread takes any function; the public methods of a connection are made of this one.
         return await connection._execute(self._inner.execute, command)
+
+    @property
+    def is_writing(self) -> bool:
+        """Or about to; no more when the handler ended the transaction by itself."""
+        begun = self._inner is not None and self._inner.has_connection
+        return self.has_turn and (not begun or (self._inner is not None and self._inner.is_writing))
 
     async def _open(self, command: Command[Any]) -> None:
         if self._connect is None:

@@ -97,9 +97,9 @@ class Writer:
     def begins(self, executor: Any, wait: float) -> None:
         """Raises `Busy` for one that does not wait, while another is at it."""
         last = None if self._last is None else self._last()
-        if not wait and last is not None and last.has_turn:
+        if not wait and last is not None and last.is_writing:
             raise Busy("another transaction of this process is writing to this SQLite database")
-        self._last, executor.has_turn = weakref.ref(executor), True
+        self._last = weakref.ref(executor)
 
 
 class SqliteExecutor(Blocking):
@@ -116,7 +116,16 @@ class SqliteExecutor(Blocking):
         self._connection = connection
         self._connect = connect
         self._writer = writer
-        self.has_turn = False
+
+    @property
+    def has_connection(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """False, too, when the handler ended the transaction by itself."""
+        connection = self._connection
+        return connection is not None and connection.in_transaction
 
     @property
     def handle(self) -> sqlite3.Connection:
@@ -208,7 +217,6 @@ class SqliteExecutor(Blocking):
 
     def close(self, command: plan.Close) -> None:
         connection, self._connection = self._connection, None
-        self.has_turn = False
         try:
             if connection is not None and self._connect is not None:
                 connection.close()
