@@ -158,7 +158,7 @@ def _sqlalchemy(driver: str, dsn: str, pool_size: int, timeout: float | None, is
         pool_size=pool_size,
         max_overflow=0,
         pool_pre_ping=True,
-        pool_timeout=PATIENCE,
+        pool_timeout=30,
         connect_args={"connect_timeout": PATIENCE, "options": _options(timeout, isolation)},
     )
 
@@ -179,7 +179,7 @@ def _sqlalchemy_async(
         pool_size=pool_size,
         max_overflow=0,
         pool_pre_ping=True,
-        pool_timeout=PATIENCE,
+        pool_timeout=30,
         connect_args={
             "timeout": timeout or PATIENCE,
             "command_timeout": timeout,

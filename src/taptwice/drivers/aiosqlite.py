@@ -7,6 +7,8 @@ executor of sqlite3. The thread keeps the order: what comes after a cancelled co
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -17,9 +19,51 @@ from taptwice.core import plan
 from taptwice.core.plan import Command
 from taptwice.drivers.base import GIVEN_BACK, USED_OUTSIDE, Awaiting, logger
 from taptwice.drivers.sqlite import SqliteExecutor
-from taptwice.errors import Misuse, StoreUnavailable
+from taptwice.errors import Busy, Misuse, StoreUnavailable
 
 Reply = TypeVar("Reply")
+
+
+PATIENCE = 0.5
+"""Seconds in the queue of this process; who comes to its end tries as another process would."""
+
+
+class Turns:
+    """Who of this process waits for the right to write, one after the other, and holds nothing meanwhile.
+
+    Trying again and again instead costs a connection, and its thread, for each try.
+    """
+
+    def __init__(self) -> None:
+        self._writer: weakref.ref[AiosqliteExecutor] | None = None
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, executor: AiosqliteExecutor) -> None:
+        """Wait for the executor's turn. Raises `Busy`."""
+        writer = None if self._writer is None else self._writer()
+        if writer is not None and writer.is_writing:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(mine)
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await mine
+            except TimeoutError:
+                raise Busy("another transaction of this process is writing to this SQLite database") from None
+        self._writer, executor.has_turn = weakref.ref(executor), True
+
+    def give_back(self, executor: AiosqliteExecutor) -> None:
+        """Wake the next. A wake-up that is lost costs him his patience, no more."""
+        executor.has_turn = False
+        while self._waiting:
+            mine = self._waiting.popleft()
+            if not mine.done():
+                mine.get_loop().call_soon_threadsafe(_wake, mine)
+                return
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class AiosqliteExecutor(Awaiting):
@@ -31,9 +75,12 @@ class AiosqliteExecutor(Awaiting):
         self,
         connection: aiosqlite.Connection | None = None,
         connect: Callable[[], Awaitable[aiosqlite.Connection]] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._connection = connection
         self._connect = connect
+        self._turns = turns
+        self.has_turn = False
         self._inner: SqliteExecutor | None = None
 
     @property
@@ -46,7 +93,7 @@ class AiosqliteExecutor(Awaiting):
         if type(command) in (plan.Now, plan.Sleep, plan.Close, plan.Rollback):
             return await super().execute(command)
         if self._connection is None:
-            await self._open()
+            await self._open(command)
         reply: Reply = await self._in_thread(command)
         return reply
 
@@ -61,9 +108,18 @@ class AiosqliteExecutor(Awaiting):
         # The thread takes any function; the public methods of a connection are made of this one.
         return await connection._execute(self._inner.execute, command)
 
-    async def _open(self) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Or about to; no more when the handler ended the transaction by itself."""
+        begun = self._inner is not None and self._inner.has_connection
+        return self.has_turn and (not begun or (self._inner is not None and self._inner.is_writing))
+
+    async def _open(self, command: Command[Any]) -> None:
         if self._connect is None:
             raise Misuse(GIVEN_BACK)
+        first = command.commands[0] if isinstance(command, plan.Together) else command
+        if self._turns is not None and isinstance(first, plan.Begin) and not first.wait:
+            await self._turns.take(self)
         try:
             self._connection = await self._connect()
         except Exception as error:
@@ -75,11 +131,18 @@ class AiosqliteExecutor(Awaiting):
     async def close(self, command: plan.Close) -> None:
         connection, self._connection, self._inner = self._connection, None, None
         if connection is None or self._connect is None:
+            self._end_turn()
             return
         try:
             await asyncio.shield(connection.close())
         except Exception:
             logger.warning("a connection to SQLite could not be closed", exc_info=True)
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._turns is not None and self.has_turn:
+            self._turns.give_back(self)
 
 
 class AiosqliteSource:
@@ -90,9 +153,10 @@ class AiosqliteSource:
 
     def __init__(self, connect: Callable[[], Awaitable[aiosqlite.Connection]]) -> None:
         self._connect = connect
+        self._turns = Turns()
 
     def open(self) -> AiosqliteExecutor:
-        return AiosqliteExecutor(connect=self._connect)
+        return AiosqliteExecutor(connect=self._connect, turns=self._turns)
 
 
 def join(connection: Any) -> AiosqliteExecutor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,20 @@ def asking(known: Callable[[BaseException], TaptwiceError | None] = ours) -> Ite
         raise
 
 
+class Writer:
+    """Who of this process is writing. It spares the others a connection for each try that must fail."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Any] | None = None
+
+    def begins(self, executor: Any, wait: float) -> None:
+        """Raises `Busy` for one that does not wait, while another is at it."""
+        last = None if self._last is None else self._last()
+        if not wait and last is not None and last.is_writing:
+            raise Busy("another transaction of this process is writing to this SQLite database")
+        self._last = weakref.ref(executor)
+
+
 class SqliteExecutor(Blocking):
     """Commands on one sqlite3 connection: the caller's, or one from `connect` at `Begin`."""
 
@@ -96,9 +111,21 @@ class SqliteExecutor(Blocking):
         self,
         connection: sqlite3.Connection | None = None,
         connect: Callable[[], sqlite3.Connection] | None = None,
+        writer: Writer | None = None,
     ) -> None:
         self._connection = connection
         self._connect = connect
+        self._writer = writer
+
+    @property
+    def has_connection(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """False, too, when the handler ended the transaction by itself."""
+        connection = self._connection
+        return connection is not None and connection.in_transaction
 
     @property
     def handle(self) -> sqlite3.Connection:
@@ -127,6 +154,8 @@ class SqliteExecutor(Blocking):
         if self._connection is None:
             if self._connect is None:
                 raise Misuse(GIVEN_BACK)
+            if self._writer is not None:
+                self._writer.begins(self, command.wait)
             try:
                 self._connection = self._connect()
             except sqlite3.Error as error:
@@ -203,9 +232,10 @@ class SqliteSource:
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
+        self._writer = Writer()
 
     def open(self) -> SqliteExecutor:
-        return SqliteExecutor(connect=self._connect)
+        return SqliteExecutor(connect=self._connect, writer=self._writer)
 
 
 def join(connection: Any) -> SqliteExecutor | None:
