@@ -50,7 +50,9 @@ INTRODUCTION = """\
 Each figure is the best of many rounds, and all variants of a group took turns in them. "Over nothing" is what
 the decorator adds to a function that returns at once. Ours has a deadline, a retry budget and a circuit
 breaker in all of them. Requests go over the loopback, on one connection, to a server in another process that
-does nothing but answer; to a real server they take longer, and the share is smaller."""
+does nothing but answer; to a real server they take longer, and the share is smaller. The time is the best
+single call's; the CPU that of the best round, all of this process's, and less moved by what else the machine
+does."""
 
 
 # --- around nothing -----------------------------------------------------------------------------------------
@@ -189,12 +191,15 @@ def requests_blocking(url: str, rounds: int, number: int) -> list[Result]:
             "urllib3 Retry": lambda: urllib3.post(place, json=BODY, headers=KEY),
         }
         best = dict.fromkeys(variants, float("inf"))
+        cpu = dict.fromkeys(variants, float("inf"))
         for _ in range(rounds):
             for name, call in variants.items():
+                spent = time.process_time()
                 for _ in range(number):
                     begun = time.perf_counter()
                     call()
                     best[name] = min(best[name], time.perf_counter() - begun)
+                cpu[name] = min(cpu[name], (time.process_time() - spent) / number)
     base = {
         "taptwice Client, key given": ("httpx2", 1.03),
         "taptwice Client, key made": ("httpx2", 1.06),
@@ -203,12 +208,13 @@ def requests_blocking(url: str, rounds: int, number: int) -> list[Result]:
         "taptwice adapter": ("requests", None),
         "urllib3 Retry": ("requests", None),
     }
-    return _beside("a POST, blocking", best, base)
+    return _beside("a POST, blocking", best, cpu, base)
 
 
 def requests_awaiting(url: str, rounds: int, number: int) -> list[Result]:
     """The same for awaiting libraries."""
     best: dict[str, float] = {}
+    cpu: dict[str, float] = {}
 
     async def measure() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -230,21 +236,26 @@ def requests_awaiting(url: str, rounds: int, number: int) -> list[Result]:
             }
             for _ in range(rounds):
                 for name, call in variants.items():
+                    spent = time.process_time()
                     for _ in range(number):
                         begun = time.perf_counter()
                         await call()
                         best[name] = min(best.get(name, 1.0), time.perf_counter() - begun)
+                    cpu[name] = min(cpu.get(name, 1.0), (time.process_time() - spent) / number)
 
     asyncio.run(measure())
     base = {
         "taptwice AsyncClient, key given": ("httpx2", 1.03),
         "taptwice middleware": ("aiohttp", None),
     }
-    return _beside("a POST, awaiting", best, base)
+    return _beside("a POST, awaiting", best, cpu, base)
 
 
 def _beside(
-    group: str, best: Mapping[str, float], base: Mapping[str, tuple[str, float | None]]
+    group: str,
+    best: Mapping[str, float],
+    cpu: Mapping[str, float],
+    base: Mapping[str, tuple[str, float | None]],
 ) -> list[Result]:
     results = []
     for name, seconds in best.items():
@@ -252,7 +263,7 @@ def _beside(
         if name in base:
             other, most = base[name]
             ratio = seconds / best[other]
-            shown += f", {ratio:.3f} of {other}"
+            shown += f", {ratio:.3f} of {other}; {cpu[name] / cpu[other]:.3f} of its CPU"
             goal, met = (f"≤ {most:.2f}", ratio <= most) if most else ("", None)
         results.append(Result(f"Around {group}", name, goal, shown, met))
     return results
@@ -276,7 +287,8 @@ def main() -> int:
         results += requests_blocking(url, rounds, number)
         results += requests_awaiting(url, rounds, number)
     facts = [
-        f"Python {platform.python_version()}, {os.cpu_count()} cores; load average at the start {load:.1f}",
+        f"Python {platform.python_version()}, {os.cpu_count()} cores; load average at the start {load:.1f}"
+        + ("; **the machine was busy with other work: these figures are rough**" if load > 1 else ""),
         ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     ]
     print(*facts, *_table(results), sep="\n")

@@ -121,6 +121,31 @@ def test_the_key_has_another_name() -> None:
         assert keys(server) == [None]
 
 
+# --- the story, and its end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", PAIR, ids=lambda door: door.name)
+def test_d285_503_then_429_then_charged_and_dropped_then_the_replay(door: Door) -> None:
+    replay = answer(201, {"Idempotent-Replayed": "true"}, b"{}")
+    script: list[Step] = [503, answer(429, {"Retry-After": "1"}), close, replay]
+    with ScriptedServer(script) as server, door.open(policy=RetryPolicy()) as session:
+        result = session.call("POST", server.url, content=b"pay")
+        assert (result.status, result.headers["idempotent-replayed"]) == (201, "true")
+        assert result.log == [503, 429, "unknown", 201]
+        assert session.waits == [0.4, 1.1, 1.6]  # the longest that can be drawn
+        assert set(keys(server)) == {result.report.idempotency_key}
+
+
+@pytest.mark.parametrize("door", PAIR, ids=lambda door: door.name)
+def test_d306_one_deadline_covers_every_attempt_and_every_wait(door: Door) -> None:
+    policy = RetryPolicy(deadline=0.6, per_try=0.2, base=0.01)
+    with ScriptedServer([hang]) as server, door.open(policy=policy) as session:
+        result = session.call("POST", server.url)
+        assert isinstance(result.error, httpx2.TimeoutException)  # ours, if the deadline cut the last attempt
+        assert len(result.log) <= 4
+        assert result.report.stop_reason is StopReason.DEADLINE
+
+
 # --- options ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import pathlib
+import socket
 import ssl
 import warnings
 from typing import Any
@@ -83,6 +84,40 @@ def test_tls_the_deadline_holds_and_connections_are_used_again() -> None:
         assert server.connections == 1
         with pytest.raises(DeadlineExceeded):
             client.get(server.url, verify=False)
+
+
+def test_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as full, socket.socket() as one, socket.socket() as other:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for each in (one, other):
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        real = socket.getaddrinfo
+
+        def found(host: Any, *more: Any) -> Any:
+            if host != "many.test":
+                return real(host, *more)
+            return [real(f"127.0.0.{number}", *more)[0] for number in (1, 1, 1, 2)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        with session(RetryPolicy(deadline=0.4)) as client, pytest.raises(requests.RequestException) as caught:
+            client.get(f"http://many.test:{port}/")
+        assert report(caught.value).outcome is Outcome.NOT_SENT
+    with ScriptedServer([200]) as server:
+
+        def both(host: Any, *more: Any) -> Any:
+            # The first refuses: nobody listens there.
+            return [
+                real(each, *more)[0]
+                for each in (("127.0.0.9", "127.0.0.1") if host == "many.test" else (host,))
+            ]
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        with session() as client:
+            assert client.get(f"http://many.test:{server.port}/").status_code == 200
+            assert server.requests[0].header("Host") == f"many.test:{server.port}"
 
 
 def test_sockets_are_closed() -> None:

@@ -8,10 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from taptwice.client.bodies import Body, in_memory
-from taptwice.client.exchange import attempt, conclude
+from taptwice.client.exchange import conclude
 from taptwice.client.gate import Gates
 from taptwice.client.keys import key_of, new_key
-from taptwice.client.limits import Limit
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import RetryPolicy
@@ -20,7 +19,6 @@ from taptwice.client.shell import Going
 from taptwice.client.world import World
 from taptwice.core.header import format_key
 from taptwice.core.model import Answer
-from taptwice.core.plan import Plan
 from taptwice.errors import Misuse
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class Caller(Protocol):
 class ClientCall(Going):
     """One call of a client: a shell, and the request, which is made anew where it must be."""
 
-    __slots__ = ("_body", "_build", "_http", "_key", "_lib", "_sending", "_whole", "request", "wish")
+    __slots__ = ("_body", "_build", "_http", "_key", "_lib", "_sending", "request", "whole", "wish")
 
     def __init__(self, client: Caller, method: str, url: str, options: Any, whole: bool) -> None:
         policy, world = client._policy, client._world
@@ -70,7 +68,7 @@ class ClientCall(Going):
             options["content"] = in_memory(options.get("content"))
         self._lib = client._lib
         self._http = client._http
-        self._whole = whole
+        self.whole = whole
         self._sending = {}
         for name in _OF_SEND:
             if name in options:
@@ -146,9 +144,7 @@ class ClientCall(Going):
         if seen.outcome is not Outcome.PROCESSED:
             return Sent(response, None)
         headers = tuple(response.headers.items())
-        return Sent(
-            response, Answer(response.status_code, headers, response.content if self._whole else None)
-        )
+        return Sent(response, Answer(response.status_code, headers, response.content if self.whole else None))
 
     def remembered(self, intent: Intent) -> Any:
         """The response that was kept."""
@@ -162,11 +158,11 @@ class ClientCall(Going):
             extensions={"taptwice": found},
         )
 
-    def attempt(self, limit: Limit) -> Plan[Seen]:
-        """The plan of one attempt."""
+    def fresh(self) -> Any:
+        """The request for the next attempt."""
         if self._body is not None and self.call.attempts:
             self.request = self._made(self._body)
-        return attempt(self, self._lib, self.request, limit=limit, whole=self._whole)
+        return self.request
 
     def conclude(self, seen: Seen) -> Any:
         """The response, or the error."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -13,29 +13,7 @@ from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import StopReason
 from taptwice.client.reports import attach
 from taptwice.client.shell import Going
-from taptwice.core.plan import Command, Plan
 from taptwice.errors import CircuitOpen, Misuse
-
-
-@dataclass(frozen=True, slots=True)
-class Send(Command[Any]):
-    """Send the request; the reply is the response, its head complete and its body unread."""
-
-    request: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Read(Command[Any]):
-    """Read the whole body; the reply is a response that holds it."""
-
-    response: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Drop(Command[None]):
-    """Close a response whose body is of no use any more."""
-
-    response: Any
 
 
 def library_of(thing: Any) -> ModuleType:
@@ -64,31 +42,74 @@ def stamp(going: Going, limit: Limit, request: Any) -> None:
     going.stamp(limit, request.headers)
 
 
-def attempt(going: Going, lib: ModuleType, request: Any, *, limit: Limit, whole: bool | None) -> Plan[Seen]:
-    """Make an attempt. `whole`: read a good answer's body too; None: if it says that it is small."""
+def attempt(
+    going: Going,
+    lib: ModuleType,
+    request: Any,
+    limit: Limit,
+    whole: bool | None,
+    send: Callable[[Any], Any],
+    read: Callable[[Any], Any],
+) -> Seen:
+    """Make an attempt. `whole`: read a good answer's body too; None: if it says that it is small.
+
+    `send` gives a response with its head complete and its body unread, `read` one that holds its body.
+    """
     response = None
     stamp(going, limit, request)
     try:
-        response = yield Send(request)
-        status: int = response.status_code
-        if whole or status >= 400 or (whole is None and _is_small(response)):
-            response = yield Read(response)
-        else:  # the caller reads on, under the whole call's limit
-            limit.end = going.call.end
-    except lib.HTTPStatusError as error:  # raised by an event hook of the client's, as many do
-        judged = _judged(going, lib, error.response)
-        return judged._replace(answer=None, error=error, permanent=judged.final)
+        response = send(request)
+        if _wanted(response, whole):
+            response = read(response)
+        else:
+            limit.end = going.call.end  # the caller reads on, under the whole call's limit
     except (lib.HTTPError, OSError) as error:
         if response is not None:
-            yield Drop(response)
-        return of_error(error, response is not None, limit.wrote)
-    if status < 400:
-        return Seen(Outcome.PROCESSED, status, response)
+            response.close()
+        return _broken(going, lib, limit, error, head=response is not None)
     return _judged(going, lib, response)
+
+
+async def aattempt(
+    going: Going,
+    lib: ModuleType,
+    request: Any,
+    limit: Limit,
+    whole: bool | None,
+    send: Callable[[Any], Awaitable[Any]],
+    read: Callable[[Any], Awaitable[Any]],
+) -> Seen:
+    """The awaiting twin of `attempt`."""
+    response = None
+    stamp(going, limit, request)
+    try:
+        response = await send(request)
+        if _wanted(response, whole):
+            response = await read(response)
+        else:
+            limit.end = going.call.end
+    except (lib.HTTPError, OSError) as error:
+        if response is not None:
+            await response.aclose()
+        return _broken(going, lib, limit, error, head=response is not None)
+    return _judged(going, lib, response)
+
+
+def _wanted(response: Any, whole: bool | None) -> bool:
+    return bool(whole) or response.status_code >= 400 or (whole is None and _is_small(response))
+
+
+def _broken(going: Going, lib: ModuleType, limit: Limit, error: Exception, head: bool) -> Seen:
+    if isinstance(error, lib.HTTPStatusError):  # raised by an event hook of the client's, as many do
+        judged = _judged(going, lib, error.response)
+        return judged._replace(answer=None, error=error, permanent=judged.final)
+    return of_error(error, head, limit.wrote)
 
 
 def _judged(going: Going, lib: ModuleType, response: Any) -> Seen:
     policy, status = going.call.policy, response.status_code
+    if status < 400:
+        return Seen(Outcome.PROCESSED, status, response)
     return of_answer(policy, response, status, response.headers.get, lambda: _content(lib, response))
 
 

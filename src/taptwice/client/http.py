@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from taptwice.client.calls import ClientCall
 from taptwice.client.errors import missing
-from taptwice.client.exchange import Drop, Read, Send, library_of, prepare
+from taptwice.client.exchange import aattempt, attempt, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.limits import Limit
 from taptwice.client.outcome import Seen
@@ -25,7 +25,6 @@ from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
-from taptwice.core.plan import Command, arun, run
 from taptwice.errors import Misuse
 
 if TYPE_CHECKING:
@@ -203,19 +202,9 @@ class Client(_Base["Response"]):
         self.close()
 
     def _make(self, going: ClientCall) -> Any:
-        def execute(command: Command[Any]) -> Any:
-            match command:
-                case Send(request):
-                    return going.send(request)
-                case Read(response):
-                    response.read()
-                    return response
-                case Drop(response):
-                    response.close()
-            return None
-
         def once(limit: Limit) -> Seen:
-            return run(going.attempt(limit), execute)
+            request, whole = going.fresh(), going.whole
+            return attempt(going, self._lib, request, limit, whole, going.send, _read)
 
         if going.wish is None:
             return going.conclude(going.run(once))
@@ -256,19 +245,9 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
         await self.aclose()
 
     async def _make(self, going: ClientCall) -> Any:
-        async def execute(command: Command[Any]) -> Any:
-            match command:
-                case Send(request):
-                    return await going.send(request)
-                case Read(response):
-                    await response.aread()
-                    return response
-                case Drop(response):
-                    await response.aclose()
-            return None
-
         async def once(limit: Limit) -> Seen:
-            return await arun(going.attempt(limit), execute)
+            request, whole = going.fresh(), going.whole
+            return await aattempt(going, self._lib, request, limit, whole, going.send, _aread)
 
         if going.wish is None:
             return going.conclude(await going.arun(once))
@@ -278,3 +257,13 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
         found = await self._intents.fulfil(going.wish, send)
         return found.response if hasattr(found, "response") else going.remembered(found)
+
+
+def _read(response: Any) -> Any:
+    response.read()
+    return response
+
+
+async def _aread(response: Any) -> Any:
+    await response.aread()
+    return response

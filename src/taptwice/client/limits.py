@@ -98,6 +98,12 @@ def watch(transport: Any, core: Any, backend: type[Any]) -> None:
         pool._network_backend = backend(inner, core)
 
 
+def addresses_of(host: str, port: int) -> list[str]:
+    """Where a host can be reached, each place once. Raises as `socket.getaddrinfo`, and blocks like it."""
+    found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[4][0]) for address in found))
+
+
 class WatchedBackend:
     """Connects for httpcore, within what is left."""
 
@@ -119,14 +125,13 @@ class WatchedBackend:
         timeout.limit.connecting()
         # The library gives each address of a host the whole timeout; here they share it.
         try:
-            found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+            addresses = addresses_of(host, port)
         except (OSError, UnicodeError) as error:
             raise self._core.ConnectError(str(error)) from error
-        addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
         failure: Exception | None = None
         for place, address in enumerate(addresses):
-            seconds = left(timeout, self._core.ConnectTimeout)
-            share = None if seconds is None else seconds / (len(addresses) - place)
+            left(timeout, self._core.ConnectTimeout)
+            share = timeout.left() / (len(addresses) - place)
             try:
                 made = self._inner.connect_tcp(address, port, share, local_address, socket_options)
                 return Watched(made, self._core)

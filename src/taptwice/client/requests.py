@@ -15,7 +15,7 @@ from typing import Any
 from taptwice.client.errors import DeadlineExceeded, kin, missing
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import new_key
-from taptwice.client.limits import Limit, Until
+from taptwice.client.limits import Limit, Until, addresses_of
 from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
@@ -32,6 +32,7 @@ try:
     from requests.adapters import HTTPAdapter
     from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
     from urllib3.connection import HTTPConnection, HTTPSConnection
+    from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
     from urllib3.util import Timeout, parse_url
 except ModuleNotFoundError:
     raise missing("requests", "requests") from None
@@ -165,8 +166,34 @@ def _phases(timeout: Any) -> tuple[float | None, float | None]:
 class _Limited:
     """A connection of urllib3's whose socket heeds an `Until`."""
 
+    host: str
+    port: int
     sock: Any
     timeout: Any
+    _dns_host: str
+
+    def _new_conn(self) -> Any:
+        # urllib3 gives each address of a host the whole timeout; here they share it.
+        connect = super()._new_conn  # type: ignore[misc]
+        until, host = self.timeout, self._dns_host
+        try:
+            addresses = addresses_of(host, self.port) if isinstance(until, Until) else []
+        except (OSError, UnicodeError):
+            addresses = []  # it fails below too, and is said in the library's words there
+        if len(addresses) < 2:
+            return connect()
+        try:
+            for place, address in enumerate(addresses[:-1]):
+                self._dns_host = address
+                self.timeout = max(0.001, until.left() / (len(addresses) - place))
+                try:
+                    return connect()
+                except (ConnectTimeoutError, NewConnectionError):
+                    pass
+            self._dns_host, self.timeout = addresses[-1], max(0.001, until.left())
+            return connect()
+        finally:
+            self._dns_host, self.timeout = host, until
 
     def connect(self) -> None:
         if isinstance(self.timeout, Until):

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from taptwice.client.exchange import Drop, Read, Send, attempt, conclude, prepare
+from taptwice.client.exchange import aattempt, attempt, conclude, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import new_key
+from taptwice.client.limits import Limit
+from taptwice.client.outcome import Seen
 from taptwice.client.plan import Call
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener
@@ -23,7 +25,6 @@ from taptwice.client.shell import Going
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
 from taptwice.core.header import format_key
-from taptwice.core.plan import Command, arun, run
 
 __all__ = ["AwaitingTransport", "BlockingTransport"]
 
@@ -90,25 +91,19 @@ class BlockingTransport(_Transport):
 
     def handle_request(self, request: Any) -> Any:
         """Make one call of the client's."""
-        going, whole = self._going(request), self._whole(request)
+        going, whole, lib = self._going(request), self._whole(request), self._lib
 
-        def execute(command: Command[Any]) -> Any:
-            match command:
-                case Send(request):
-                    return self._wrapped.handle_request(request)
-                case Read(response):
-                    try:
-                        return self._kept(response, b"".join(response.stream))
-                    finally:
-                        response.close()
-                case Drop(response):
-                    response.close()
-            return None
+        def once(limit: Limit) -> Seen:
+            send = self._wrapped.handle_request
+            return attempt(going, lib, request, limit, whole, send, self._read)
 
-        def once(limit: Any) -> Any:
-            return run(attempt(going, self._lib, request, limit=limit, whole=whole), execute)
+        return conclude(going, lib, going.run(once), request, typed=False)
 
-        return conclude(going, self._lib, going.run(once), request, typed=False)
+    def _read(self, response: Any) -> Any:
+        try:
+            return self._kept(response, b"".join(response.stream))
+        finally:
+            response.close()
 
     def close(self) -> None:
         """Close the transport below."""
@@ -122,25 +117,19 @@ class AwaitingTransport(_Transport):
 
     async def handle_async_request(self, request: Any) -> Any:
         """Make one call of the client's."""
-        going, whole = self._going(request), self._whole(request)
+        going, whole, lib = self._going(request), self._whole(request), self._lib
 
-        async def execute(command: Command[Any]) -> Any:
-            match command:
-                case Send(request):
-                    return await self._wrapped.handle_async_request(request)
-                case Read(response):
-                    try:
-                        return self._kept(response, b"".join([part async for part in response.stream]))
-                    finally:
-                        await response.aclose()
-                case Drop(response):
-                    await response.aclose()
-            return None
+        async def once(limit: Limit) -> Seen:
+            send = self._wrapped.handle_async_request
+            return await aattempt(going, lib, request, limit, whole, send, self._read)
 
-        async def once(limit: Any) -> Any:
-            return await arun(attempt(going, self._lib, request, limit=limit, whole=whole), execute)
+        return conclude(going, lib, await going.arun(once), request, typed=False)
 
-        return conclude(going, self._lib, await going.arun(once), request, typed=False)
+    async def _read(self, response: Any) -> Any:
+        try:
+            return self._kept(response, b"".join([part async for part in response.stream]))
+        finally:
+            await response.aclose()
 
     async def aclose(self) -> None:
         """Close the transport below."""
