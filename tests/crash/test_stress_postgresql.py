@@ -84,12 +84,23 @@ def _is_claim(command: object) -> bool:
 class Stress:
     """The table, the workers, and the count of keys that were charged more than once."""
 
-    def __init__(self, url: str, partitioned: bool, without: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        partitioned: bool,
+        without: str = "",
+        isolation: IsolationLevel = IsolationLevel.READ_COMMITTED,
+    ) -> None:
         self.url = url
         steps = sql.migrations("postgresql")
         if partitioned:
             steps += (sql.partitioning("postgresql", "day"),)
-        run(migrate("postgresql", known=steps), drivers.source(lambda: psycopg.connect(url)).open().execute)
+        # The default of the session that partitions is the level of all who claim.
+        options = f"-c default_transaction_isolation={isolation.name.lower()}".replace(
+            "_committed", r"\ committed"
+        )
+        source = drivers.source(lambda: psycopg.connect(url, options=options))
+        run(migrate("postgresql", known=steps), source.open().execute)
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("CREATE TABLE charges (key text NOT NULL)")
             connection.execute("SELECT taptwice_partitions(%s)", (MIDNIGHT - 3600,))
@@ -194,7 +205,8 @@ def test_lock_then_look_doubles_nothing_over_partitions(fresh_postgres: str) -> 
 
 
 def test_serializable_doubles_nothing_over_partitions(fresh_postgres: str) -> None:
-    doubled = Stress(fresh_postgres, partitioned=True).run(100, IsolationLevel.SERIALIZABLE)
+    isolation = IsolationLevel.SERIALIZABLE
+    doubled = Stress(fresh_postgres, partitioned=True, isolation=isolation).run(100, isolation)
     print("doubled:", f"{doubled} of 100")
     assert doubled == 0
 
@@ -206,7 +218,7 @@ def test_answers_saved_late_leave_one_record_over_partitions(
     fresh_postgres: str, isolation: IsolationLevel
 ) -> None:
     """A handler that commits by itself may be run twice; what is remembered is one answer all the same."""
-    stress = Stress(fresh_postgres, partitioned=True)
+    stress = Stress(fresh_postgres, partitioned=True, isolation=isolation)
     doubled = stress.run(100, isolation, torn=0.4)
     print("charged twice:", f"{doubled} of 100")
     assert stress.doubled_records() == 0

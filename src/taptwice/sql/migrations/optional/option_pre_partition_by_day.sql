@@ -34,11 +34,27 @@ BEGIN
     LOOP
         EXECUTE granted;
     END LOOP;
+    EXECUTE 'CREATE FUNCTION taptwice_isolation() RETURNS text LANGUAGE sql IMMUTABLE AS '
+        || quote_literal('SELECT ' || quote_literal(
+               CASE current_setting('default_transaction_isolation')
+               WHEN 'serializable' THEN 'serializable' ELSE 'read committed' END));
 END
 $$;
 
--- As in one table, but for the isolation level: a snapshot that is older than the lock may not show the record of
--- another partition, and no primary key stands behind the look-up. SERIALIZABLE notices that by itself.
+-- The one isolation level of all who claim: SERIALIZABLE if that is the default of the session that partitions the
+-- table, else READ COMMITTED. A snapshot that is older than the lock may not show the record in another partition,
+-- and no primary key stands behind the look-up. READ COMMITTED has no such snapshots. SERIALIZABLE notices, but
+-- only what other SERIALIZABLE transactions did; REPEATABLE READ notices nothing.
+CREATE FUNCTION taptwice_refuse_isolation() RETURNS void LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = 'TT001', MESSAGE =
+        'taptwice_records is partitioned, and this transaction, which is '
+        || upper(current_setting('transaction_isolation')) || ', may not see that a key was used: set its isolation '
+        || 'level to ' || upper(taptwice_isolation()) || ', as that of all who claim';
+END
+$$;
+
+-- As in one table, but for the isolation level.
 CREATE OR REPLACE FUNCTION taptwice_claim(
     lock bigint, record uuid, wait_ms integer,
     OUT locked boolean, OUT begun double precision, OUT read_only boolean,
@@ -48,10 +64,8 @@ CREATE OR REPLACE FUNCTION taptwice_claim(
 DECLARE
     callers_timeout text;
 BEGIN
-    IF current_setting('transaction_isolation') = 'repeatable read' THEN
-        RAISE EXCEPTION USING ERRCODE = 'TT001', MESSAGE =
-            'taptwice_records is partitioned, and a REPEATABLE READ transaction may not see that a key was used: '
-            'claim under READ COMMITTED or SERIALIZABLE';
+    IF current_setting('transaction_isolation') <> taptwice_isolation() THEN
+        PERFORM taptwice_refuse_isolation();
     END IF;
     begun := extract(epoch FROM transaction_timestamp());
     read_only := current_setting('transaction_read_only') = 'on';
@@ -107,10 +121,8 @@ CREATE OR REPLACE FUNCTION taptwice_save_late(
 DECLARE
     moment timestamptz := coalesce(to_timestamp(pretended_now), transaction_timestamp());
 BEGIN
-    IF current_setting('transaction_isolation') = 'repeatable read' THEN
-        RAISE EXCEPTION USING ERRCODE = 'TT001', MESSAGE =
-            'taptwice_records is partitioned, and a REPEATABLE READ transaction may not see that a key was used: '
-            'save under READ COMMITTED or SERIALIZABLE';
+    IF current_setting('transaction_isolation') <> taptwice_isolation() THEN
+        PERFORM taptwice_refuse_isolation();
     END IF;
     PERFORM pg_advisory_xact_lock(uuid_hash_extended(record, 0));
     IF EXISTS (SELECT FROM taptwice_records r WHERE r.id = record) THEN
