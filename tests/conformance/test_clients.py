@@ -139,7 +139,7 @@ def test_the_words_are_those_of_the_description() -> None:
     [
         ({"given": {"client": {"colour": 1}}}, "given.client: colour"),
         ({"given": {"client": {"deadline": "soon"}}}, "given.client.deadline: soon"),
-        ({"given": {"client": {"jitter": "none"}}}, "given.client.jitter: none"),
+        ({"given": {"client": {"base": -1}}}, "given.client.base: -1"),
         ({"given": {"client": {"budget": {"tokens": 1}}}}, 'given.client.budget: {"tokens": 1}'),
         ({"given": {"client": 5}}, "given.client: 5"),
         ({"when": [{"server_script": [{"do": "sneeze"}]}]}, "when.server_script.do: sneeze"),
@@ -170,6 +170,7 @@ def test_a_strange_word_fails_its_case(parts: dict[str, Any], word: str) -> None
     [
         ({"when": [{"webhook_send": {"id": "e1"}}]}, "the webhook sender is not built"),
         ({"when": [ASK], "then": {"deliveries": 2}}, "the webhook sender is not built"),
+        ({"when": [ASK], "given": {"client": {"jitter": "none"}}}, "jitter=none is not built"),
         ({"when": [ASK], "given": {"nodes": 2}}, "nodes is not a setting of clients"),
         ({"when": [ASK], "given": {"header": ["A", "B"]}}, "a client sends its key under one name"),
         (
