@@ -23,6 +23,7 @@ from taptwice.conformance.clients.play import Clients
 from taptwice.conformance.clients.script import DEEDS
 from taptwice.conformance.judge import judge
 from taptwice.conformance.language import Case
+from taptwice.conformance.matrix import as_markdown
 from taptwice.conformance.report import line_of
 from taptwice.conformance.run import Result
 from taptwice.errors import Misuse
@@ -267,6 +268,19 @@ def test_a_failure_shows_what_the_server_saw() -> None:
 
 def test_a_broken_door_is_the_real_one_but_for_its_opening() -> None:
     assert door_of(f"{BROKEN}no-budget").call is DOORS["httpx2"].call
+
+
+def test_the_matrix_has_a_column_for_each_client() -> None:
+    server, [about_a_client] = case(when=[]), OWN[:1]
+    found = {("fastapi", "sqlite", "aiosqlite"): [Result(server, "passed")]}
+    clients = {
+        "httpx2": [Result(about_a_client, "passed")],
+        "requests": [Result(about_a_client, "skipped", "not today")],
+    }
+    page = as_markdown(found, clients)
+    assert "| X-1 | core | ✓ |" in page
+    assert "| case | level | httpx2 | requests |\n|---|---|---|---|\n| D-285 | core | ✓ | – |" in page
+    assert "- not today: D-285" in page
 
 
 # --- the command
