@@ -12,9 +12,8 @@ from typing import Any
 
 from taptwice.client.outcome import Outcome
 from taptwice.client.reports import Attempted, Ended
-from taptwice.conformance.clients import words
+from taptwice.conformance.clients import child, words
 from taptwice.conformance.clients.broken import door_of
-from taptwice.conformance.clients.child import started
 from taptwice.conformance.clients.doors import Asked
 from taptwice.conformance.clients.measured import flat
 from taptwice.conformance.clients.script import Script
@@ -140,14 +139,10 @@ class Play:
 
     def _killed(self, asked: Asked, requests: int) -> Called:
         hits = self.script.hits
-        process = started(
-            self._name, self._case.given, self._time, self.script.server.url, self._folder, asked
-        )
+        process = child.waiting()
         self.script.kill_at(requests, process)
-        assert process.stderr is not None  # noqa: S101
-        with process.stderr:
-            complaint = process.stderr.read()
-        _ = process.wait()
+        url = self.script.server.url
+        complaint = child.tell(process, self._name, self._case.given, self._time, url, self._folder, asked)
         if not self.script.killed:
             raise RuntimeError(f"the client ended before its request {requests}: {complaint.decode()[-300:]}")
         return Called(attempts=self.script.hits - hits, error="killed")
