@@ -238,11 +238,12 @@ class ScriptedServer:
 
     def refuse(self) -> None:
         """Refuse connections until `listen`; those that are open stay so."""
-        if self._socket is not None:
+        with self._lock:
+            listening, self._socket = self._socket, None
+        if listening is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            self._socket.close()
-            self._socket = None
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listening.close()
 
     def stop(self) -> None:
         """End all connections and wait for the threads."""

@@ -179,20 +179,32 @@ async def _serve(app: str, store: str, driver: str, server: str, port: int) -> N
 @click.option("--server", envvar=VARIABLE, help=f"As for `run`; or {VARIABLE}.")
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the matrix here, as Markdown.")
 def matrix(server: str | None, save: str | None) -> None:
-    """Run every case on every reference application, store and driver. Exit code 1 when one fails."""
+    """Run every case on every application, store and driver, or client. Exit code 1 when one fails."""
+    from taptwice.conformance.clients.doors import DOORS
+    from taptwice.conformance.clients.words import for_clients
     from taptwice.conformance.matrix import as_markdown, cells
     from taptwice.conformance.progress import progress
 
     found: dict[tuple[str, str, str], list[Result]] = {}
-    with progress(len(cells()), "cells") as step:
+    clients: dict[str, list[Result]] = {}
+    cases = [case for case in _cases(None) if not for_clients(case)]
+    with progress(len(cells()) + len(DOORS), "cells") as step:
         for cell in cells():
-            found[cell] = asyncio.run(_quietly(_cases(None), *cell, server or ""))
-            failed = [each.case.id for each in found[cell] if each.status == "failed"]
-            step(f"{' · '.join(cell)}: {', '.join(failed) + ' failed' if failed else 'good'}")
+            found[cell] = asyncio.run(_quietly(cases, *cell, server or ""))
+            step(_cell(" · ".join(cell), found[cell]))
+        for client in DOORS:
+            clients[client] = asyncio.run(_of_clients(_cases(None), client))
+            step(_cell(client, clients[client]))
     if save is not None:
-        Path(save).write_text(as_markdown(found), "utf-8")
-    if any(result.status == "failed" for results in found.values() for result in results):
+        Path(save).write_text(as_markdown(found, clients), "utf-8")
+    everything = (*found.values(), *clients.values())
+    if any(result.status == "failed" for results in everything for result in results):
         raise SystemExit(1)
+
+
+def _cell(name: str, results: Iterable[Result]) -> str:
+    failed = [each.case.id for each in results if each.status == "failed"]
+    return f"{name}: {', '.join(failed) + ' failed' if failed else 'good'}"
 
 
 async def _quietly(cases: Iterable[Case], app: str, store: str, driver: str, server: str) -> list[Result]:

@@ -1,9 +1,10 @@
-"""The matrix: every case on every application, store and driver, as the page of the documentation."""
+"""The matrix: every case on every application, store and driver, or through every way into the client, as
+the page of the documentation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from taptwice.conformance.run import Result
 from taptwice.conformance.stack import APPS, DRIVERS
@@ -25,8 +26,8 @@ def cells() -> list[Cell]:
     ]
 
 
-def as_markdown(found: Mapping[Cell, list[Result]]) -> str:
-    """The page."""
+def as_markdown(found: Mapping[Cell, list[Result]], clients: Mapping[str, list[Result]]) -> str:
+    """The page: of servers a column each, and below them the clients, by their names."""
     lines = [
         "# The matrix of the wire suite",
         "",
@@ -49,13 +50,27 @@ def as_markdown(found: Mapping[Cell, list[Result]]) -> str:
         f"|---|---|{'---|' * len(found)}",
     ]
     rows = list(zip(*found.values(), strict=True))
-    for row in rows:
-        signs = " | ".join(_SIGNS[result.status] for result in row)
-        lines.append(f"| {row[0].case.id} | {row[0].case.level} | {signs} |")
-    lines += ["", "## Why cases are skipped", ""]
+    lines += [_row(row) for row in rows]
+    of_clients = list(zip(*clients.values(), strict=True))
+    lines += [
+        "",
+        "## Cases about clients",
+        "",
+        f"| case | level | {' | '.join(clients)} |",
+        f"|---|---|{'---|' * len(clients)}",
+        *map(_row, of_clients),
+        "",
+        "## Why cases are skipped",
+        "",
+    ]
     reasons: dict[str, list[str]] = {}
-    for row in rows:
+    for row in [*rows, *of_clients]:
         for reason in dict.fromkeys(result.reason for result in row if result.status == "skipped"):
             reasons.setdefault(reason, []).append(row[0].case.id)
     lines += [f"- {reason}: {', '.join(names)}" for reason, names in sorted(reasons.items())]
     return "\n".join([*lines, ""])
+
+
+def _row(row: Sequence[Result]) -> str:
+    signs = " | ".join(_SIGNS[result.status] for result in row)
+    return f"| {row[0].case.id} | {row[0].case.level} | {signs} |"

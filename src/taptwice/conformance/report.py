@@ -39,10 +39,21 @@ def exchange_of(result: Result) -> Iterator[str]:
                 if first.startswith(f"{each}:"):
                     yield f"   first difference: {first}"
                     shown = True
+    if result.seen is not None and result.seen.client is not None:
+        yield _seen_of(result.seen.client)
     if not shown:
         yield f"   first difference: {first}"
     if others:
         yield f"   and: {others}"
+
+
+def _seen_of(client: Mapping[str, Any]) -> str:
+    """What a client sent; of many requests the first ten."""
+    methods = ", ".join(client["methods"][:10])
+    return (
+        f"<- the server saw {client['server_hits']} requests: {methods}; "
+        f"keys {client['keys_distinct']}, effects {client['server_effects']}"
+    )
 
 
 def _asked(step: str, value: Mapping[str, Any]) -> str:

@@ -14,10 +14,23 @@ from taptwice.conformance.clients.setup import Setup, Time
 from taptwice.conformance.clients.subject import Subject
 
 
-def started(
-    door: str, given: Mapping[str, Any], time: Time, url: str, folder: Path, asked: Asked
-) -> subprocess.Popen[bytes]:
-    """The process, which has begun its call."""
+def waiting() -> subprocess.Popen[bytes]:
+    """A process that does nothing until it is told."""
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def tell(
+    process: subprocess.Popen[bytes],
+    door: str,
+    given: Mapping[str, Any],
+    time: Time,
+    url: str,
+    folder: Path,
+    asked: Asked,
+) -> bytes:
+    """Let it make its call; what it says on its standard error, when it has ended."""
     told = {
         "door": door,
         "given": dict(given),
@@ -26,13 +39,7 @@ def started(
         "folder": str(folder),
         "asked": [asked.method, asked.path, asked.body and asked.body.decode(), asked.intent],
     }
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdin is not None  # noqa: S101
-    process.stdin.write(json.dumps(told).encode())
-    process.stdin.close()
-    return process
+    return process.communicate(json.dumps(told).encode())[1]
 
 
 def main() -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 from taptwice.client.outcome import Outcome
 from taptwice.client.reports import Attempted, Ended
-from taptwice.conformance.clients import words
+from taptwice.conformance.clients import child, words
 from taptwice.conformance.clients.broken import door_of
-from taptwice.conformance.clients.child import started
 from taptwice.conformance.clients.doors import Asked
 from taptwice.conformance.clients.measured import flat
 from taptwice.conformance.clients.script import Script
-from taptwice.conformance.clients.setup import FAST, Setup, Time
+from taptwice.conformance.clients.setup import Setup, Time
 from taptwice.conformance.clients.subject import Called, Subject
 from taptwice.conformance.judge import Observed
 from taptwice.conformance.language import Case
@@ -114,10 +113,10 @@ class Play:
 
     def do_client_calls(self, spec: Mapping[str, Any]) -> None:
         asked = [_asked({})] * spec["n"]
+        between = _length(spec.get("over", 0)) / max(1, spec["n"])
         if spec.get("parallel"):
-            self._add(self._subject.parallel(asked), together=True)
+            self._add(self._subject.parallel(asked, between), together=True)
         else:
-            between = _length(spec.get("over", 0)) / max(1, spec["n"])
             for each in asked:
                 self._add([self._subject.call(each)])
                 self._time.advance(between)
@@ -140,21 +139,17 @@ class Play:
 
     def _killed(self, asked: Asked, requests: int) -> Called:
         hits = self.script.hits
-        process = started(
-            self._name, self._case.given, self._time, self.script.server.url, self._folder, asked
-        )
+        process = child.waiting()
         self.script.kill_at(requests, process)
-        assert process.stderr is not None  # noqa: S101
-        with process.stderr:
-            complaint = process.stderr.read()
-        _ = process.wait()
+        url = self.script.server.url
+        complaint = child.tell(process, self._name, self._case.given, self._time, url, self._folder, asked)
         if not self.script.killed:
             raise RuntimeError(f"the client ended before its request {requests}: {complaint.decode()[-300:]}")
         return Called(attempts=self.script.hits - hits, error="killed")
 
     def _add(self, calls: list[Called], together: bool = False) -> None:
         self._calls += calls
-        seconds = [call.seconds for call in calls]
+        seconds = [call.lived.lead + call.seconds for call in calls]
         self._elapsed += max(seconds, default=0.0) if together else sum(seconds)
 
     # --- what is measured ------------------------------------------------------------------------
@@ -190,7 +185,7 @@ class Play:
             "methods": [request.method for request in requests],
             "wire": list(dict.fromkeys(script.keys)),
             "error": calls[-1].error if calls else None,
-            "waits_ms": [[self._ms(wait) for wait in call.waits] for call in calls],
+            "waits_ms": [[self._ms(wait) for wait in call.lived.waits] for call in calls],
             "elapsed_ms": self._ms(self._elapsed),
             "state": state,
             "probes": 0 if breaker is None else breaker.probes,
@@ -215,11 +210,16 @@ def _length(duration: str | float) -> float:
 
 
 def _pace(case: Case) -> int:
-    """A server that hangs costs real time, so the client is given less of it; but a Retry-After is exact."""
+    """How many times faster time runs: a server that hangs costs real time, so the client is given less.
+
+    But an answer must not be cut for being slow, and a Retry-After is exact.
+    """
     steps = [each for step in case.steps() for each in step.get("server_script", ())]
-    hangs = any(each.get("do") in ("hang", "stall_body") for each in steps)
+    hangs = [each.get("do") in ("hang", "stall_body") for each in steps]
     told = any(name.lower() == "retry-after" for each in steps for name, _ in each.get("headers", ()))
-    return FAST if hangs and not told else 1
+    if told or not any(hangs):
+        return 1
+    return 8 if all(hangs) else 2
 
 
 def _waiting(case: Case) -> bool:

@@ -84,7 +84,9 @@ class Script:
 
     def was_refused(self) -> None:
         """A client could not connect: the script goes on."""
-        if self._deed() == "refuse":
+        with self._turn:
+            if self._deed() != "refuse":
+                return
             self.refused += 1
             _ = self._next()
             if self._deed() != "refuse":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,25 @@ from taptwice.conformance.settings import interval
 from taptwice.core.breaker import CircuitBreaker
 from taptwice.core.budget import RetryBudget
 
-FAST = 4
-"""How many times faster time runs in a case whose server hangs: its limits are real, and quartered."""
 
-_waits: ContextVar[list[float]] = ContextVar("taptwice_conformance_waits")
+class Lived:
+    """The time of one call, in the client's seconds."""
+
+    __slots__ = ("lead", "waits")
+
+    def __init__(self, lead: float = 0.0) -> None:
+        self.lead = lead
+        """How long after the others of its group it began."""
+        self.waits: list[float] = []
+
+    @property
+    def past(self) -> float:
+        """What has gone by without taking any time."""
+        return self.lead + sum(self.waits)
+
+
+_NOBODY = Lived()
+_lived: ContextVar[Lived] = ContextVar("taptwice_conformance_lived", default=_NOBODY)
 
 
 class Time:
@@ -42,20 +58,20 @@ class Time:
 
     def clock(self) -> float:
         """The client's seconds."""
-        own = 0.0 if self.waiting else sum(_waits.get([]))
+        own = 0.0 if self.waiting else _lived.get().past
         return time.monotonic() + self._ahead + own
 
-    def begin(self) -> list[float]:
-        """A call begins: its waits, in the client's seconds, as they will be."""
-        waits: list[float] = []
-        _ = _waits.set(waits)
-        return waits
+    def begin(self, lead: float) -> Lived:
+        """A call begins, so many of the case's seconds after the first of its group."""
+        lived = Lived(lead / self.pace)
+        _ = _lived.set(lived)
+        return lived
 
-    def over(self, calls: Iterable[list[float]]) -> None:
-        """Calls that were under way together are over: the time that the longest has waited is past."""
-        _ = _waits.set([])
+    def over(self, calls: Iterable[Lived]) -> None:
+        """Calls that were under way together are over: so is the time of the one that took longest."""
+        _ = _lived.set(_NOBODY)
         if not self.waiting:
-            self._ahead += max(map(sum, calls), default=0.0)
+            self._ahead += max((call.past for call in calls), default=0.0)
 
     def advance(self, seconds: float) -> None:
         """Let so much of the case's time pass."""
@@ -65,15 +81,13 @@ class Time:
             self._ahead += seconds / self.pace
 
     def _sleep(self, seconds: float) -> None:
-        _waits.get().append(seconds)
+        _lived.get().waits.append(seconds)
         if self.waiting:
             time.sleep(seconds)
 
     async def _asleep(self, seconds: float) -> None:
-        from asyncio import sleep
-
-        _waits.get().append(seconds)
-        await sleep(seconds if self.waiting else 0)
+        _lived.get().waits.append(seconds)
+        await asyncio.sleep(seconds if self.waiting else 0)
 
 
 class Breaker(CircuitBreaker):

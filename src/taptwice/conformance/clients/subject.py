@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
 from taptwice.client.reports import Listener, Report, report
 from taptwice.conformance.clients.doors import Asked, Door, Options, answered
-from taptwice.conformance.clients.setup import Breaker, Setup, Time
+from taptwice.conformance.clients.setup import Breaker, Lived, Setup, Time
 from taptwice.conformance.wire import Response
 from taptwice.errors import Misuse, TaptwiceError
 
@@ -39,8 +40,7 @@ class Called:
     error: str | None = None
     """A word of the language, or what was raised."""
     attempts: int = 0
-    waits: list[float] = field(default_factory=list)
-    """In the client's seconds."""
+    lived: Lived = field(default_factory=Lived)
     seconds: float = 0.0
     """The client's, from its beginning to its end."""
 
@@ -49,15 +49,15 @@ class Subject:
     """A client under test. All that it remembers beyond its own life stands in the folder."""
 
     def __init__(
-        self, door: Door, setup: Setup, time: Time, url: str, folder: Path, listener: Listener
+        self, door: Door, setup: Setup, time_: Time, url: str, folder: Path, listener: Listener
     ) -> None:
-        self.breaker: Breaker | None = setup.breaker(time)
+        self.breaker: Breaker | None = setup.breaker(time_)
         breaker = self.breaker
-        self._door, self._time, self._url = door, time, url
+        self._door, self._time, self._url = door, time_, url
         self._runner = asyncio.Runner() if door.awaiting else None
         shared = {
-            "policy": setup.policy(time.pace),
-            "world": time.world,
+            "policy": setup.policy(time_.pace),
+            "world": time_.world,
             "budget": setup.budget(),
             "breaker": None if breaker is None else lambda: breaker,
             "listeners": [listener],
@@ -73,17 +73,18 @@ class Subject:
     def call(self, asked: Asked) -> Called:
         """Make one call."""
         found: Called = self._wait_for(self._acall(asked)) if self._door.awaiting else self._call(asked)
-        self._time.over([found.waits])
+        self._time.over([found.lived])
         return found
 
-    def parallel(self, asked: list[Asked]) -> list[Called]:
-        """Make calls at the same time."""
+    def parallel(self, asked: Sequence[Asked], between: float) -> list[Called]:
+        """Make calls at the same time, or each so many of the case's seconds after the one before."""
+        leads = [between * number for number in range(len(asked))]
         if self._door.awaiting:
-            found: list[Called] = self._wait_for(self._gathered(asked))
+            found: list[Called] = self._wait_for(self._gathered(asked, leads))
         else:
             with ThreadPoolExecutor(min(len(asked), AT_ONCE)) as pool:
-                found = list(pool.map(self._call, asked))
-        self._time.over(each.waits for each in found)
+                found = list(pool.map(self._call, asked, leads))
+        self._time.over(each.lived for each in found)
         return found
 
     def _wait_for(self, made: Any) -> Any:
@@ -96,17 +97,19 @@ class Subject:
 
         return self._runner.run(wait())
 
-    async def _gathered(self, asked: Iterable[Asked]) -> list[Called]:
+    async def _gathered(self, asked: Iterable[Asked], leads: Iterable[float]) -> list[Called]:
         room = asyncio.Semaphore(AT_ONCE)
 
-        async def one(each: Asked) -> Called:
+        async def one(each: Asked, lead: float) -> Called:
             async with room:
-                return await self._acall(each)
+                return await self._acall(each, lead)
 
-        return list(await asyncio.gather(*map(one, asked)))
+        return list(await asyncio.gather(*map(one, asked, leads)))
 
-    def _call(self, asked: Asked) -> Called:
-        called, began = Called(waits=self._time.begin()), self._time.clock()
+    def _call(self, asked: Asked, lead: float = 0.0) -> Called:
+        if lead and self._time.waiting:
+            time.sleep(lead / self._time.pace)
+        called, began = Called(lived=self._time.begin(lead)), self._time.clock()
         try:
             _answer(called, self._door.call(self._client, self._door, self._url, asked))
         except Exception as error:
@@ -114,8 +117,10 @@ class Subject:
         called.seconds = self._time.clock() - began
         return called
 
-    async def _acall(self, asked: Asked) -> Called:
-        called, began = Called(waits=self._time.begin()), self._time.clock()
+    async def _acall(self, asked: Asked, lead: float = 0.0) -> Called:
+        if lead and self._time.waiting:
+            await asyncio.sleep(lead / self._time.pace)
+        called, began = Called(lived=self._time.begin(lead)), self._time.clock()
         try:
             _answer(called, await self._door.call(self._client, self._door, self._url, asked))
         except Exception as error:

@@ -83,7 +83,7 @@ SETTINGS: Mapping[str, Known] = {
     "per_try": _or_none(_duration),
     "base": _duration,
     "cap": _duration,
-    "jitter": _of("full"),
+    "jitter": _text,
     "retry_statuses": lambda value: (
         _all(_count)(value) or value == language.language()["defaults"]["client"]["retry_statuses"]
     ),
@@ -213,6 +213,8 @@ def not_offered(case: Case, door: Door) -> Iterator[str]:
         yield "replay_header is not built: the client knows Idempotent-Replayed"
     if (settings_of(case.given).get("breaker") or {}).get("probes", 1) != 1:
         yield "a circuit breaker with several probes is not built"
+    if (jitter := settings_of(case.given).get("jitter", "full")) != "full":
+        yield f"jitter={jitter} is not built: the client draws evenly from 0 on"
     names = [_intent(step) for step in case.steps()]
     again = any(name is not None and names.count(name) > 1 for name in names)
     if again and not door.intents:
