@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from taptwice.client.testing import ScriptedServer, answer, no_wait
+from taptwice.client.testing import ScriptedServer, answer, close, no_wait
 from tests.client.tables import PAGE, expected, written
 
+README = PAGE.parent.parent / "README.md"
 EXAMPLES = re.findall(r"^```python client\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -32,3 +33,17 @@ def test_example(block: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
 def test_the_tables_are_those_of_the_code() -> None:
     page = PAGE.read_text()
     assert written(page, expected()) == page, "run python -m tests.client.tables"
+
+
+def test_the_readme_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = README.read_text()
+    [(example, shown)] = re.findall(
+        r"^```python client\n(.*?)^```\n\n```text\n(.*?)^```", page, re.DOTALL | re.M
+    )
+    saved = answer(201, {"Idempotent-Replayed": "true"}, b"{}")
+    names: dict[str, Any] = {}
+    with ScriptedServer([503, answer(429, {"Retry-After": "2"}), close, saved]) as server, no_wait():
+        exec(compile(example.replace("https://api.example.com", server.url), "README.md", "exec"), names)
+        names["client"].close()
+    assert capsys.readouterr().out == shown
+    assert len({request.header("Idempotency-Key") for request in server.requests}) == 1
