@@ -95,6 +95,8 @@ class AiosqliteExecutor(Awaiting):
         if self._connection is None:
             await self._open(command)
         reply: Reply = await self._in_thread(command)
+        if isinstance(command.commands[-1] if isinstance(command, plan.Together) else command, plan.Commit):
+            self._end_turn()
         return reply
 
     async def _in_thread(self, command: Command[Any]) -> Any:
