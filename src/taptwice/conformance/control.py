@@ -31,7 +31,7 @@ from taptwice.faults import apoint, watched
 from taptwice.faults.points import ordered
 from taptwice.flows.current import KeyHashFilter
 from taptwice.flows.migrate import migrate
-from taptwice.flows.retention import sweep_turn
+from taptwice.flows.retention import partition_turn, sweep_turn
 
 BATCH = 1000
 """Records in one transaction of a sweep."""
@@ -201,6 +201,8 @@ class Control:
         if set is not None:
             self._offset = set - time.time()
         self._offset = (self._offset or 0.0) + (advance or 0.0)
+        if self._settings.by_day:
+            _ = await self._drive(partition_turn(self._once.store()))  # as a sweep of that day would have
 
     async def do_store(self, state: str) -> None:
         self._store = () if state == "up" else (StoreFault(state, self._settings.store_timeout),)
@@ -254,6 +256,7 @@ class Control:
             count = await self._drive(sweep_turn(self._once.store(), BATCH))
             total += count
             if count < BATCH:
+                _ = await self._drive(partition_turn(self._once.store()))
                 return {"swept": total}
 
     async def do_migrate(self) -> None:

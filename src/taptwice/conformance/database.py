@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from taptwice import drivers
+from taptwice import drivers, sql
 from taptwice.conformance import tables
 from taptwice.core.plan import run
 from taptwice.core.policy import seconds
@@ -62,13 +62,17 @@ class SqliteDatabase:
 
 
 class PostgresqlDatabase:
-    """A database on a server that runs, dropped at the end. `own`: the server was started for us."""
+    """A database on a server that runs, dropped at the end. `own`: the server was started for us.
+
+    `by_day`: its records are partitioned.
+    """
 
     store = "postgresql"
 
-    def __init__(self, server: str, own: bool = False) -> None:
+    def __init__(self, server: str, own: bool = False, by_day: bool = False) -> None:
         self._server = server
         self._own = own
+        self._by_day = by_day
         self._read_only = False
         self._name = f"taptwice_conformance_{secrets.token_hex(6)}"
         parts = urlsplit(server)
@@ -92,7 +96,9 @@ class PostgresqlDatabase:
             self._direct, autocommit=True, options="-c default_transaction_read_only=off"
         )
         await self.execute(*tables.making("postgresql"))
-        run(migrate("postgresql"), drivers.source(lambda: psycopg.connect(self._direct)).open().execute)
+        optional = (sql.partitioning("postgresql", "day"),) if self._by_day else ()
+        steps = migrate("postgresql", known=(*sql.migrations("postgresql"), *optional))
+        run(steps, drivers.source(lambda: psycopg.connect(self._direct)).open().execute)
         await self._proxy.start()
 
     async def stop(self) -> None:

@@ -35,7 +35,7 @@ _PATHS = {
 }
 _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "mode": ("tx",),
-    "partition_by": ("none",),
+    "partition_by": ("none", "day"),
 }
 """Settings of which only some values are offered."""
 
@@ -57,6 +57,8 @@ def _given(given: Mapping[str, Any], store: str) -> Iterator[str]:
             yield f"{name} is not built"
         elif name in _SETTINGS and value not in _SETTINGS[name]:
             yield f"{name}={value} is not built"
+    if given.get("partition_by", "none") != "none" and store == "sqlite":
+        yield "for the store postgres: SQLite has no partitions"
     wanted = str(given.get("store", store)).replace("postgresql", "postgres").split("|")
     if store.replace("postgresql", "postgres") not in wanted:
         yield f"for the store {'|'.join(wanted)}"

@@ -41,8 +41,10 @@ class Reference:
         self._port = port
         self._folder = Path()
         self._own: OwnServer | None = None
-        self._databases: dict[str, Database] = {}
-        self._all: dict[tuple[str, str], Node] = {}
+        self._databases: dict[tuple[str, str], Database] = {}
+        self._all: dict[tuple[str, str, str], Node] = {}
+        self._kept = "none"
+        """By what the records of the present case are partitioned: such a database stays so."""
         self._given: Mapping[str, Any] = {}
         self._deployed: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
@@ -75,15 +77,16 @@ class Reference:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _database(self, region: str) -> Database:
-        if region not in self._databases:
+        place = (region, self._kept)
+        if place not in self._databases:
             made: Database = (
                 SqliteDatabase(self._folder / f"{region or 'main'}.db")
                 if self._store == "sqlite"
-                else PostgresqlDatabase(self._server, self._own is not None)
+                else PostgresqlDatabase(self._server, self._own is not None, self._kept == "day")
             )
             await made.start()
-            self._databases[region] = made
-        return self._databases[region]
+            self._databases[place] = made
+        return self._databases[place]
 
     def not_offered(self, case: Case) -> Iterator[str]:
         """See `Target`."""
@@ -96,6 +99,7 @@ class Reference:
     async def ready(self, case: Case) -> None:
         """See `Target`."""
         self._given, self._deployed, self._lasting = case.given, {}, []
+        self._kept = case.given.get("partition_by", "none")
         self._regions = case.given.get("regions", [MAIN])
         self._homes = {region: dict(case.given.get("home", {})) for region in self._regions}
         self._nodes = {}
@@ -103,7 +107,7 @@ class Reference:
             database = await self._database(region)
             for number in range(int(case.given.get("nodes", 1))):
                 name = region or f"node{number + 1}"
-                key = (region, name)
+                key = (region, name, self._kept)
                 if key not in self._all:
                     self._all[key] = Node(self.app, self._driver, database.dsn)
                 self._nodes[name] = self._all[key]
@@ -113,12 +117,12 @@ class Reference:
             await node.tell("settle")
         await self._introduce()
         for region in self._regions:
-            await self._databases[region].execute(*tables.emptying())
+            await (await self._database(region)).execute(*tables.emptying())
 
     async def served(self) -> tuple[str, int]:
         """Start one process with the settings of the language, for whoever comes; its address."""
         database = await self._database(MAIN)
-        node = self._all[MAIN, "node1"] = Node(self.app, self._driver, database.dsn, self._port)
+        node = self._all[MAIN, "node1", self._kept] = Node(self.app, self._driver, database.dsn, self._port)
         await node.configure({}, {})
         await node.tell("empty")
         return node.address
@@ -172,7 +176,7 @@ class Reference:
     async def store(self, state: str) -> None:
         """See `Target`."""
         for region in self._regions:
-            await self._databases[region].set_store(state)
+            await (await self._database(region)).set_store(state)
         if self._store == "sqlite":
             await self.tell_all("store", state=state)
 
@@ -199,7 +203,8 @@ class Reference:
     async def seed(self, number: int, age: float) -> None:
         """See `Target`."""
         statement = tables.SEED["sqlite" if self._store == "sqlite" else "postgresql"]
-        await self._databases[self._regions[0]].execute(statement.format(n=number, age=age))
+        database = await self._database(self._regions[0])
+        await database.execute(statement.format(n=number, age=age))
 
     async def settle(self) -> set[str]:
         """See `Target`."""
@@ -212,7 +217,8 @@ class Reference:
     async def observe(self, seen: Observed, then: Mapping[str, Any]) -> None:
         """See `Target`."""
         for region in self._regions:
-            *counts, wallets = await self._databases[region].execute(*tables.counting())
+            database = await self._database(region)
+            *counts, wallets = await database.execute(*tables.counting())
             seen.count(dict(zip(tables.COUNTED, (rows[0][0] for rows in counts), strict=True)), dict(wallets))
         for node in self._nodes.values():
             if "logs" in then:

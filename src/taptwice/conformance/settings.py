@@ -49,6 +49,11 @@ class Settings:
         return frozenset(self._get("methods", ("POST", "PATCH")))
 
     @property
+    def by_day(self) -> bool:
+        """Whether the records are partitioned."""
+        return bool(self._get("partition_by", "none") == "day")
+
+    @property
     def pool_size(self) -> int:
         return int(self._get("pool_size", 10))
 
