@@ -72,7 +72,7 @@ def log(event: Event) -> None:
         _LEVELS.get(event.outcome, logging.INFO),
         "idempotency key %s: %s%s%s",
         event.outcome.value,
-        event.route or "-",
+        event.route or "(no route)",
         "" if event.status is None else f" -> {event.status}",
         f" ({event.detail})" if event.detail else "",
         extra={"idempotency_key_hash": event.key, "idempotency_outcome": event.outcome.value},
