@@ -20,7 +20,7 @@ def test_everybody_is_told_of_everything_in_order(caplog: pytest.LogCaptureFixtu
     assert first == second == events
     assert [record.getMessage() for record in caplog.records] == [
         "idempotency key new: POST /charges",
-        "idempotency key finished: - -> 201",
+        "idempotency key finished: (no route) -> 201",
     ]
 
 
