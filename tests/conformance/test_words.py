@@ -141,7 +141,7 @@ def test_a_case_that_is_not_well_formed_ends_itself_alone() -> None:
     ("case", "reason"),
     [
         ({"modes": ["lease"]}, "mode lease is not built"),
-        ({"given": {"partition_by": "day"}}, "partition_by=day is not built"),
+        ({"given": {"partition_by": "day"}}, "for the store postgres: SQLite has no partitions"),
         ({"given": {"store": "redis|mysql"}}, "for the store redis|mysql"),
         ({"when": [{"send": {"id": "r1", "path": "/webhooks/acme"}}]}, "inbox is not built"),
         ({"when": [{"start": {"id": "r1", "hold_at": "before_provider"}}]}, "lease is not built"),
