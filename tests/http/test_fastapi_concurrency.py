@@ -332,7 +332,7 @@ async def test_requests_cancelled_at_random_moments(stack: Stack, kind: str) -> 
         await until(lambda: stack.borrowed() == 0)
         # A commit that was under way when its request was cancelled comes to its end.
         await until(lambda: len(stack.rows()) == len(stack.saved()))
-        assert set(outcomes) <= {201, "cancelled"}, outcomes
+        assert set(outcomes) <= {201, "cancelled"}, set(outcomes)
         assert outcomes.count(201) <= len(stack.rows()) - 8
         retried = [await client.charge(key) for key in keys]
         assert {answer.status_code for answer in retried} == {201}

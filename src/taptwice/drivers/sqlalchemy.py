@@ -234,7 +234,8 @@ class SqlalchemyExecutor(Blocking):
         try:
             self._run(statement)
         finally:
-            self._run(f"PRAGMA busy_timeout = {int(before)}")
+            if not self.connection.invalidated:  # as one that was cancelled is, and its error is to go on
+                self._run(f"PRAGMA busy_timeout = {int(before)}")
 
     def savepoint(self, command: plan.Savepoint) -> None:
         if self._through_session:
