@@ -9,12 +9,13 @@ from typing import Any
 import asyncpg
 import psycopg
 import pytest
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import IntegrityError
 
 from taptwice.errors import Torn
-from taptwice.http.fastapi import NotSaved
+from taptwice.http.fastapi import Idempotency, IdempotentRoute, NotSaved
 from tests.http.fastapi_stacks import (
     POSTGRES,
     SESSIONS,
@@ -413,6 +414,25 @@ async def test_a_raw_commit_in_front_of_a_failure_is_told(stack: Stack) -> None:
         assert (await client.charge()).status_code == 500
     assert (stack.rows(), stack.saved()) == ([5], [])
     assert [event.outcome.value for event in stack.events] == ["new", "torn"]
+
+
+async def test_a_route_made_anew_without_its_edge_refuses() -> None:
+    """The effect would happen twice: its marker went with the route that was keyed."""
+    once = Idempotency(lambda: None, account=lambda: "acct_1")
+    router = APIRouter(route_class=IdempotentRoute)
+    done = []
+
+    @router.post("/charges", dependencies=[once.keyed()])
+    async def charge() -> None:
+        done.append(1)
+
+    app = FastAPI()
+    [route] = router.routes
+    assert isinstance(route, APIRoute)
+    app.add_api_route(route.path, route.endpoint, methods=["POST"], dependencies=route.dependencies)
+    async with Client(app) as client:
+        assert (await client.charge()).status_code == 500
+    assert done == []
 
 
 @on(*SESSIONS)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import sha256
-from typing import Final, Literal, overload
+from typing import Final, Literal, TypeGuard, overload
 
 __all__ = ["VERSION", "VERSIONS", "Fingerprint", "Rules", "of_bytes", "of_request", "of_value"]
 
@@ -274,6 +274,10 @@ def _json_digest(tree: object) -> bytes:
     return sha256(_ENCODER.encode(tree).encode("ascii")).digest()
 
 
+def _is_container(value: object) -> TypeGuard[list[object] | dict[str, object]]:
+    return isinstance(value, list) or (isinstance(value, dict) and _NUMBER not in value)
+
+
 def _check_depth(tree: object) -> None:
     """Raises ValueError beyond `MAX_DEPTH` objects and arrays in each other.
 
@@ -281,7 +285,7 @@ def _check_depth(tree: object) -> None:
     """
     level: list[object] = [tree]
     for _ in range(MAX_DEPTH + 1):
-        containers = [value for value in level if isinstance(value, list | dict) and _NUMBER not in value]
+        containers = [value for value in level if _is_container(value)]
         if not containers:
             return
         level = [

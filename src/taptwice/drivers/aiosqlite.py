@@ -10,6 +10,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import aiosqlite
@@ -18,20 +19,18 @@ from taptwice import sql
 from taptwice.core import plan
 from taptwice.core.plan import Command
 from taptwice.drivers.base import GIVEN_BACK, USED_OUTSIDE, Awaiting, logger
-from taptwice.drivers.sqlite import SqliteExecutor
-from taptwice.errors import Busy, Misuse, StoreUnavailable
+from taptwice.drivers.sqlite import PATIENCE, SqliteExecutor
+from taptwice.errors import Misuse, StoreUnavailable
 
 Reply = TypeVar("Reply")
-
-
-PATIENCE = 0.5
-"""Seconds in the queue of this process; who comes to its end tries as another process would."""
 
 
 class Turns:
     """Who of this process waits for the right to write, one after the other, and holds nothing meanwhile.
 
-    Trying again and again instead costs a connection, and its thread, for each try.
+    Trying again and again instead costs a connection, and its thread, for each try. It only delays, by
+    `PATIENCE` at most: SQLite alone knows who may write, and an origin that is a function may open several
+    databases.
     """
 
     def __init__(self) -> None:
@@ -39,26 +38,28 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self, executor: AiosqliteExecutor) -> None:
-        """Wait for the executor's turn. Raises `Busy`."""
+        """Wait for the executor's turn."""
         writer = None if self._writer is None else self._writer()
         if writer is not None and writer.is_writing:
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(mine)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
                     await mine
-            except TimeoutError:
-                raise Busy("another transaction of this process is writing to this SQLite database") from None
         self._writer, executor.has_turn = weakref.ref(executor), True
 
     def give_back(self, executor: AiosqliteExecutor) -> None:
         """Wake the next. A wake-up that is lost costs him his patience, no more."""
         executor.has_turn = False
-        while self._waiting:
-            mine = self._waiting.popleft()
-            if not mine.done():
-                mine.get_loop().call_soon_threadsafe(_wake, mine)
+        while True:
+            try:
+                mine = self._waiting.popleft()
+            except IndexError:
                 return
+            with suppress(RuntimeError):  # its loop is closed
+                if not mine.done():
+                    mine.get_loop().call_soon_threadsafe(_wake, mine)
+                    return
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

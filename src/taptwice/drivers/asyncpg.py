@@ -236,10 +236,11 @@ def _torn(insert: plan.Query) -> str:
     """Gives a row when `taptwice_save` met a transaction that is not the claim's.
 
     Of several statements asyncpg shows the number of rows of the last one alone, by the simple protocol. The
-    setting is left to the session in that case, and says nothing of any other record.
+    setting is left to the session in that case, and says nothing of any other claim.
     """
-    identity: Any = dict(insert.parameters)["id"]
-    return f"SELECT 1 WHERE current_setting('taptwice.torn', true) = '{uuid.UUID(bytes=identity)}'"
+    given: dict[str, Any] = dict(insert.parameters)
+    claim = f"'{uuid.UUID(bytes=given['id'])}/' || CAST({literal(given['begun'])} AS float8)::text"
+    return f"SELECT 1 WHERE current_setting('taptwice.torn', true) = {claim}"
 
 
 def literal(value: Value) -> str:

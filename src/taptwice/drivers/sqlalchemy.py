@@ -312,8 +312,9 @@ class SqlalchemyExecutor(Blocking):
         sessions, self._sessions = self._sessions, []
         made, self._handle = self._handle, None
         self._nested, self._committed, self._torn = None, False, False
-        was_open = self._is_open()
+        was_open = True
         try:
+            was_open = self._is_open()
             for session in reversed(sessions):
                 if hasattr(session, "claimed_by"):
                     session.claimed_by = None

@@ -11,6 +11,7 @@ from typing import Any
 from taptwice import sql
 from taptwice.core import plan
 from taptwice.core.plan import Rows
+from taptwice.drivers import system
 from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Blocking, logger
 from taptwice.errors import (
     Busy,
@@ -88,18 +89,28 @@ def asking(known: Callable[[BaseException], TaptwiceError | None] = ours) -> Ite
         raise
 
 
+PATIENCE = 0.5
+"""Seconds for which those of one process believe each other that somebody is writing; then they try."""
+
+
 class Writer:
-    """Who of this process is writing. It spares the others a connection for each try that must fail."""
+    """Who of this process is writing. It spares the others a connection for most tries that must fail.
+
+    Most, not all: SQLite alone knows who may write, and an origin that is a function may open several
+    databases.
+    """
 
     def __init__(self) -> None:
         self._last: weakref.ref[Any] | None = None
+        self._tried = 0.0
 
     def begins(self, executor: Any, wait: float) -> None:
         """Raises `Busy` for one that does not wait, while another is at it."""
         last = None if self._last is None else self._last()
-        if not wait and last is not None and last.is_writing:
+        now = system.now()
+        if not wait and last is not None and last.is_writing and now < self._tried + PATIENCE:
             raise Busy("another transaction of this process is writing to this SQLite database")
-        self._last = weakref.ref(executor)
+        self._last, self._tried = weakref.ref(executor), now
 
 
 class SqliteExecutor(Blocking):
@@ -125,7 +136,10 @@ class SqliteExecutor(Blocking):
     def is_writing(self) -> bool:
         """False, too, when the handler ended the transaction by itself."""
         connection = self._connection
-        return connection is not None and connection.in_transaction
+        try:
+            return connection is not None and connection.in_transaction
+        except sqlite3.Error:  # the handler has closed it
+            return False
 
     @property
     def handle(self) -> sqlite3.Connection:

@@ -103,7 +103,7 @@ def _session(once: Idempotency) -> Callable[..., Any]:
             contextmanager_in_threadpool(contextmanager(make)()) if blocking else asynccontextmanager(make)()
         )
 
-    async def session(request: Request) -> Any:
+    async def session(request: HTTPConnection) -> Any:  # a websocket's too
         stack: AsyncExitStack = request.scope["fastapi_inner_astack"]
         if SCOPE_KEY not in request.scope:
             return await stack.enter_async_context(plain())
@@ -163,10 +163,14 @@ class IdempotentRoute(APIRoute):
         dependencies = options.get("dependencies") or ()
         marker = _marker(dependencies)
         # Older FastAPI makes a route anew, from the endpoint of another, when a router is included.
-        self.keyed: Keyed | None = getattr(endpoint, KEYED, marker)
+        keyed: Keyed | None = getattr(endpoint, KEYED, None)
+        if keyed is not None and marker is not None and keyed is not marker:
+            raise Misuse(TWICE)
+        self.keyed = keyed or marker
         if marker is not None:
-            if self.keyed is not marker:
-                raise Misuse(TWICE)
+            # All that the marker does as a dependency is to ask for the edge, which is this route.
+            options["dependencies"] = [each for each in dependencies if each.dependency is not marker]
+        if marker is not None and keyed is None:
             policy = marker.policy
             methods = {method.upper() for method in options.get("methods") or ("GET",)}
             if not methods & policy.methods and methods & {"POST", "PUT", "PATCH", "DELETE"}:
@@ -175,8 +179,6 @@ class IdempotentRoute(APIRoute):
                     f"{', '.join(sorted(policy.methods))} only: once.keyed(methods={methods!r}), or no marker"
                 )
             endpoint = _claiming(endpoint, marker)
-            # All that the marker does as a dependency is to ask for the edge, which is this route.
-            options["dependencies"] = [each for each in dependencies if each.dependency is not marker]
             describe(options, policy)
         super().__init__(path, endpoint, **options)
 
@@ -239,7 +241,9 @@ def _claiming(endpoint: Callable[..., Any], keyed: Keyed) -> Callable[..., Any]:
         call = functools.partial(endpoint, **values)
         if not is_async:
             call = functools.partial(run_in_threadpool, call)
-        if conducted is None:  # a method that takes no key
+        if conducted is None:
+            if connection.scope.get("method") in keyed.policy.methods:
+                _ = conducted_in(connection.scope)  # no edge: refuses, whoever made this route anew
             return await call()
         return await claim_and_call(conducted, account, call, is_async)
 

@@ -100,7 +100,7 @@ DECLARE
     moment timestamptz := transaction_timestamp();
 BEGIN
     IF CAST(CAST(extract(epoch FROM moment) AS double precision) AS text) <> CAST(begun AS text) THEN
-        PERFORM set_config('taptwice.torn', record::text, false);
+        PERFORM set_config('taptwice.torn', record::text || '/' || begun::text, false);
         RETURN false;
     END IF;
     IF NOT taptwice_save_late(record, pretended_now, window_s, fingerprint_version, status, fingerprint,

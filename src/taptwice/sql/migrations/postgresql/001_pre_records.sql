@@ -53,7 +53,7 @@ $$;
 -- Save a finished answer in the transaction that claimed its key, and in no other: false, and nothing is saved.
 -- A function, so that it is planned once a session whichever way a driver sends it. The two moments are compared
 -- as text: where extra_float_digits is 0, a driver that reads text got a shortened one. Who cannot read the
--- result, because it is sent in one message with COMMIT, finds the record's id in the setting taptwice.torn.
+-- result, because it is sent in one message with COMMIT, finds record and claim in the setting taptwice.torn.
 CREATE FUNCTION taptwice_save(
     begun double precision, record uuid, pretended_now double precision, window_s double precision,
     fingerprint_version smallint, status smallint, fingerprint bytea,
@@ -63,7 +63,7 @@ DECLARE
     moment timestamptz := transaction_timestamp();
 BEGIN
     IF CAST(CAST(extract(epoch FROM moment) AS double precision) AS text) <> CAST(begun AS text) THEN
-        PERFORM set_config('taptwice.torn', record::text, false);
+        PERFORM set_config('taptwice.torn', record::text || '/' || begun::text, false);
         RETURN false;
     END IF;
     IF pretended_now IS NOT NULL THEN
