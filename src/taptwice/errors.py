@@ -16,7 +16,7 @@
     │   └── Busy              503 contention        another transaction has the one writer's turn
     ├── CircuitOpen           not called: what is called is down; `retry_after` tells when to try again
     ├── IntentRefused         not sent: the name of an intent stands for something else
-    │   ├── IntentChanged     it was sent with another request: a new wish takes a new name
+    │   ├── IntentChanged     it was sent as another request, which may have been done: find out
     │   ├── IntentTooOld      the server may have forgotten it: find out, then drop or renew it
     │   └── IntentDropped     it was given up
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
@@ -173,7 +173,11 @@ class CircuitOpen(TaptwiceError):
 
 
 class IntentRefused(TaptwiceError):
-    """Not sent: what is remembered of this intent forbids it."""
+    """Not sent: what is remembered of this intent forbids it.
+
+    It carries what every error of a client does: `.attempts` (none), `.stop_reason`, `.idempotency_key`, and
+    as `.outcome` what is known of what was sent before under this intent.
+    """
 
     problem = "intent-refused"
 

@@ -20,12 +20,13 @@ from taptwice.client.errors import missing
 from taptwice.client.exchange import aattempt, attempt, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.limits import Limit
-from taptwice.client.outcome import Seen
+from taptwice.client.outcome import Outcome, Seen
+from taptwice.client.plan import StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
-from taptwice.client.reports import Listener
+from taptwice.client.reports import Listener, Report, attach
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
-from taptwice.errors import Misuse
+from taptwice.errors import Misuse, TaptwiceError
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -168,6 +169,13 @@ class _Base(_Verbs[Reply]):
         other._single = True
         return other
 
+    def _call(self, method: str, url: str, options: Any, whole: bool) -> ClientCall:
+        try:
+            return ClientCall(self, method, url, options, whole)
+        except TaptwiceError as error:
+            attach(error, Report((), StopReason.NOT_BEGUN, Outcome.NOT_SENT, None, None))
+            raise
+
 
 class Client(_Base["Response"]):
     """A blocking client; threads may share it."""
@@ -177,13 +185,13 @@ class Client(_Base["Response"]):
 
     def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = self._make(ClientCall(self, method, url, options, whole=True))
+        response: Response = self._make(self._call(method, url, options, whole=True))
         return response
 
     @contextmanager
     def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = self._make(ClientCall(self, method, url, options, whole=False))
+        response: Response = self._make(self._call(method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -208,7 +216,11 @@ class Client(_Base["Response"]):
 
         if going.wish is None:
             return going.conclude(going.run(once))
-        found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        try:
+            found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        except TaptwiceError as error:
+            going.explain(error)
+            raise
         return found.response if hasattr(found, "response") else going.remembered(found)
 
 
@@ -220,13 +232,13 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
     async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = await self._make(ClientCall(self, method, url, options, whole=True))
+        response: Response = await self._make(self._call(method, url, options, whole=True))
         return response
 
     @asynccontextmanager
     async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = await self._make(ClientCall(self, method, url, options, whole=False))
+        response: Response = await self._make(self._call(method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -255,7 +267,11 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
         async def send(key: str) -> Sent[Any]:
             return going.sent(await going.under(key).arun(once))
 
-        found = await self._intents.fulfil(going.wish, send)
+        try:
+            found = await self._intents.fulfil(going.wish, send)
+        except TaptwiceError as error:
+            going.explain(error)
+            raise
         return found.response if hasattr(found, "response") else going.remembered(found)
 
 

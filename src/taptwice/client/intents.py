@@ -78,7 +78,7 @@ class _Intents:
 
     def _remember(self, wish: Wish) -> Plan[Intent | None]:
         try:
-            return (yield from self._alone(self._table.remember(wish.name, wish.key, wish.request)))
+            return (yield from self._alone(remembered(self._table, wish)))
         except Contention as error:
             raise Contention(
                 f"nothing was sent: another transaction holds intent {wish.name!r}; if it is your own, commit"
@@ -135,6 +135,12 @@ def alone(table: SqlIntents, plan: Plan[Result]) -> Plan[Result]:
             yield from ask(Rollback())
         finally:
             yield from ask(Close())
+
+
+def remembered(table: SqlIntents, wish: Wish) -> Plan[Intent | None]:
+    """Bind an intent to its request, unless it was dropped; what it is now."""
+    found = yield from table.remember(wish.name, wish.key, wish.request)
+    return found or (yield from table.look(wish.name))
 
 
 def dropped(table: SqlIntents, name: str) -> Plan[Intent | None]:
