@@ -57,6 +57,9 @@ class ClientCall(Going):
         policy, world = client._policy, client._world
         begun = world.clock()
         intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
+        for name, value in (("intent", intent), ("idempotency_key", key)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise Misuse(f"{name}={value!r}: give text that is not empty, as {name}='order-17'")
         if "deadline" in options:
             policy = policy.replace(deadline=options.pop("deadline"))
         remembered = intent is not None and client._intents is not None

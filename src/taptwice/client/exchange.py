@@ -22,7 +22,7 @@ def library_of(thing: Any) -> ModuleType:
         name = kind.__module__.partition(".")[0]
         if name in ("httpx2", "httpx"):
             return import_module(name)
-    raise Misuse(f"{type(thing).__name__} is no client of httpx2 or httpx")
+    raise Misuse(f"http={thing!r}: {type(thing).__name__} is no client of httpx2 or httpx")
 
 
 def prepare(lib: ModuleType, transport: Any) -> None:

@@ -9,6 +9,7 @@ What a call did stands in ``report(response)``. Everything httpx2's own client t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,11 +20,13 @@ from taptwice.client.calls import ClientCall
 from taptwice.client.errors import missing
 from taptwice.client.exchange import aattempt, attempt, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
+from taptwice.client.keys import check_namespace
 from taptwice.client.limits import Limit
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, Report, attach
+from taptwice.client.settings import check
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
 from taptwice.errors import Misuse, TaptwiceError
@@ -128,6 +131,11 @@ class _Base(_Verbs[Reply]):
         `budget` and `breaker` make one for each origin that is called (``breaker=CircuitBreaker``); None is
         for none.
         """
+        check(policy, listeners, world)
+        check_namespace(namespace)
+        if misplaced := {field.name for field in dataclasses.fields(RetryPolicy)} & set(settings):
+            given = ", ".join(f"{name}={settings[name]!r}" for name in sorted(misplaced))
+            raise Misuse(f"{given}: this belongs in the policy, policy=RetryPolicy({given})")
         if http is None:
             try:
                 import httpx2
@@ -139,10 +147,18 @@ class _Base(_Verbs[Reply]):
             raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
         self._http = http
         self._lib = library_of(http)
+        if not isinstance(http, getattr(self._lib, self._kind)):
+            other = "AsyncClient" if type(self).__name__ == "Client" else "Client"
+            raise Misuse(
+                f"http={type(http).__name__}(…): {type(self).__name__} wants a"
+                f" {self._lib.__name__}.{self._kind}; for this one take {other}"
+            )
         for transport in (http._transport, *http._mounts.values()):
             prepare(self._lib, transport)
         self._policy = policy
         self._namespace = namespace
+        if intents is not None and not hasattr(intents, "fulfil"):
+            raise Misuse(f"intents={intents!r}: give a store, intents=IntentStore('intents.db')")
         if intents is not None and inspect.iscoroutinefunction(intents.fulfil) != self._awaiting:
             wanted = "AsyncIntentStore" if self._awaiting else "IntentStore"
             raise Misuse(f"intents={type(intents).__name__}(…): this client wants an {wanted}")
@@ -158,6 +174,7 @@ class _Base(_Verbs[Reply]):
 
     def with_options(self, *, namespace: str | None = None, **changes: Any) -> Self:
         """A client with other settings of the policy, on the same connections, budgets and circuits."""
+        check_namespace(namespace)
         other = copy.copy(self)
         other._policy = self._policy.replace(**changes)
         other._namespace = namespace or self._namespace

@@ -175,8 +175,8 @@ def judge(wish: Wish, intent: Intent, window: float) -> bool:
             intent,
             IntentTooOld,
             f"intent {wish.name!r} was first sent {intent.age:.0f} s ago{_sent(intent)}; the server remembers"
-            f" its key for {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice. Nothing was"
-            " sent now; find out at the server what became of it, then drop or renew it",
+            f" its key for {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice."
+            " Nothing was sent now; find out at the server what became of it, then drop or renew it",
         )
     return False
 
