@@ -166,10 +166,13 @@ class CircuitOpen(TaptwiceError):
     problem = "circuit-open"
     retry = True
 
-    def __init__(self, retry_after: float) -> None:
-        super().__init__()
+    def __init__(self, retry_after: float, origin: str = "") -> None:
+        of = f" for {origin}" if origin else ""
+        super().__init__(f"the circuit{of} is open, nothing was sent; again in {retry_after:.1f} s")
         self.retry_after = retry_after
         """Seconds until a call may go, at the latest."""
+        self.origin = origin
+        """What is called, where it is known: scheme, host and port, a function's or a method's name."""
 
 
 class IntentRefused(TaptwiceError):

@@ -194,4 +194,5 @@ def test_an_open_circuit(server: Server) -> None:
                 server.call(breaker=lambda: breaker)
             assert caught.value.code() is Code.UNAVAILABLE
             assert caught.value.details()
+        assert METHOD in caught.value.details()
     assert len(server.metadata) == 1

@@ -121,7 +121,7 @@ class RetryMiddleware:
         cause: Exception | None = None
         error: Exception = seen.error
         if isinstance(error, CircuitOpen):
-            error = kin(CircuitOpen, ClientConnectionError)(error.retry_after)
+            error = kin(CircuitOpen, ClientConnectionError)(error.retry_after, error.origin)
         elif going.cut and report.stop_reason is StopReason.DEADLINE:
             cause, error = error, kin(DeadlineExceeded, ServerTimeoutError)(going.too_late(seen))
         attach(error, report)

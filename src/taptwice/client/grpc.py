@@ -107,7 +107,7 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         seen = going.run(attempt)
         report = going.report(seen)
         if isinstance(seen.error, CircuitOpen):
-            refused = Refused(seen.error.retry_after)
+            refused = Refused(seen.error.retry_after, seen.error.origin)
             attach(refused, report)
             raise refused
         if seen.error is not None:

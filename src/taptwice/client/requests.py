@@ -146,7 +146,7 @@ def _concluded(going: Going, seen: Seen, request: PreparedRequest) -> Response:
     error: Exception = seen.error
     if isinstance(error, CircuitOpen):
         refused = kin(CircuitOpen, exceptions.ConnectionError)
-        error = refused(error.retry_after, request=request, response=None)
+        error = refused(error.retry_after, error.origin, request=request, response=None)
     elif going.cut and report.stop_reason is StopReason.DEADLINE:
         late = kin(DeadlineExceeded, exceptions.Timeout)(going.too_late(seen), request=request, response=None)
         attach(late, report)
