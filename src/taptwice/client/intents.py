@@ -63,10 +63,10 @@ UNSETTLED = "the answer to intent %r could not be kept: whoever asks again will 
 class _Intents:
     """What both stores are told, and their work as plans.
 
-    `origin`: a path (of SQLite; the file is made; ``sqlite:///`` may stand before it), or a pool, engine, session maker or function that opens
-    connections to a database where `taptwice init` has made the tables. `window`: how long the server
-    remembers a key: seconds, or text as "24h"; None: for ever. `keep` "key": answers are not written down,
-    and whoever asks again asks the server.
+    `origin`: a path (of SQLite; the file is made; ``sqlite:///`` may stand before it), or a pool, engine,
+    session maker or function that opens connections to a database where `taptwice init` has made the tables.
+    `window`: how long the server remembers a key: seconds, or text as "24h"; None: for ever. `keep` "key":
+    answers are not written down, and whoever asks again asks the server.
     """
 
     def __init__(self, origin: Any, *, window: float | str | None = "24h", keep: Keep = "answer") -> None:
