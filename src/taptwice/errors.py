@@ -16,7 +16,7 @@
     │   └── Busy              503 contention        another transaction has the one writer's turn
     ├── CircuitOpen           not called: what is called is down; `retry_after` tells when to try again
     ├── IntentRefused         not sent: the name of an intent stands for something else
-    │   ├── IntentChanged     it was sent with another request: a new wish takes a new name
+    │   ├── IntentChanged     it was sent as another request, which may have been done: find out
     │   ├── IntentTooOld      the server may have forgotten it: find out, then drop or renew it
     │   └── IntentDropped     it was given up
     ├── ConstraintViolated    a statement of ours broke a constraint (never reaches an application)
@@ -166,14 +166,21 @@ class CircuitOpen(TaptwiceError):
     problem = "circuit-open"
     retry = True
 
-    def __init__(self, retry_after: float) -> None:
-        super().__init__()
+    def __init__(self, retry_after: float, origin: str = "") -> None:
+        of = f" for {origin}" if origin else ""
+        super().__init__(f"the circuit{of} is open, nothing was sent; again in {retry_after:.1f} s")
         self.retry_after = retry_after
         """Seconds until a call may go, at the latest."""
+        self.origin = origin
+        """What is called, where it is known: scheme, host and port, a function's or a method's name."""
 
 
 class IntentRefused(TaptwiceError):
-    """Not sent: what is remembered of this intent forbids it."""
+    """Not sent: what is remembered of this intent forbids it.
+
+    It carries what every error of a client does: `.attempts` (none), `.stop_reason`, `.idempotency_key`, and
+    as `.outcome` what is known of what was sent before under this intent.
+    """
 
     problem = "intent-refused"
 

@@ -368,6 +368,7 @@ def t37(door: Door) -> None:
         assert len(server.requests) == 3
         result = session.call("GET", server.url)
         assert isinstance(result.error, CircuitOpen)
+        assert f"the circuit for {server.url} is open, nothing was sent; again in " in str(result.error)
         assert 0 < (result.report.retry_after or 0) <= 50
         assert (result.log, len(server.requests)) == ([], 3)
 

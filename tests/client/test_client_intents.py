@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import io
 import pathlib
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
 from taptwice.client.reports import report
 from taptwice.client.testing import ScriptedServer, Step, answer, close, hang, no_wait, problem
-from taptwice.errors import IntentChanged, IntentTooOld, Misuse
+from taptwice.errors import IntentChanged, IntentDropped, IntentTooOld, Misuse, TaptwiceError
 
 MADE = answer(201, {"Content-Type": "application/json", "Location": "/charges/1"}, b'{"id": 1}')
 
@@ -91,6 +93,63 @@ def test_a_changed_body_is_refused_before_sending(connect: Any) -> None:
                 client.post("/charges", intent="order-17", **changed)
         client.post("/charges", json={"cents": 6}, intent="order-18")
         assert (len(server.requests), len(set(keys(server)))) == (2, 2)
+
+
+def told(error: TaptwiceError) -> tuple[StopReason, Outcome, str | None]:
+    """What a handler of any error reads; its members are there by their names too."""
+    found = report(error)
+    names = ("attempts", "stop_reason", "outcome", "idempotency_key", "retry_after")
+    assert tuple(getattr(error, name) for name in names) == found
+    assert found.attempts == ()
+    return found.stop_reason, found.outcome, found.idempotency_key
+
+
+def test_the_same_wish_after_a_deploy_that_changed_its_body_is_not_told_to_take_a_new_name(
+    connect: Any,
+) -> None:
+    with ScriptedServer([close, close, close, close, close, MADE]) as server, no_wait():
+        client = connect(server.url)
+        with pytest.raises(httpx2.RemoteProtocolError):
+            client.post("/charges", json={"cents": 5}, intent="order-17")
+        with pytest.raises(IntentChanged) as refused:
+            client.post("/charges", json={"cents": 5, "currency": "eur"}, intent="order-17")
+        key = keys(server)[0]
+        assert told(refused.value) == (StopReason.INTENT_REFUSED, Outcome.UNKNOWN, key)
+        said = rf"may have been done \(sent at 20[0-9T:+-]+, key {key}\); nothing was sent now"
+        assert re.search(said, str(refused.value)), refused.value
+        assert "find out at the server" in str(refused.value)
+        client.post("/charges", json={"cents": 5}, intent="order-17")
+        with pytest.raises(IntentChanged, match="was answered 201") as done:
+            client.post("/charges", json={"cents": 6}, intent="order-17")
+        assert told(done.value) == (StopReason.INTENT_REFUSED, Outcome.PROCESSED, key)
+
+
+def test_an_intent_that_was_dropped_says_whether_it_had_been_sent(tmp_path: pathlib.Path) -> None:
+    store = IntentStore(tmp_path / "intents.db")
+    with ScriptedServer([503]) as server, no_wait(), Client(server.url, intents=store) as client:
+        made = store.make("order-16")
+        client.post("/charges", intent="order-17")
+        outcomes = {"order-16": (Outcome.NOT_SENT, made.key), "order-17": (Outcome.UNKNOWN, keys(server)[0])}
+        for name, known in outcomes.items():
+            store.drop(name)
+            with pytest.raises(IntentDropped) as refused:
+                client.post("/charges", intent=name)
+            assert told(refused.value) == (StopReason.INTENT_REFUSED, *known)
+            assert (f"key {known[1]}" in str(refused.value)) == (name == "order-17")
+
+
+def test_whatever_ends_a_call_before_it_is_sent_carries_a_report(
+    tmp_path: pathlib.Path, connect: Any
+) -> None:
+    with ScriptedServer([MADE]) as server:
+        with pytest.raises(Misuse, match="not both") as wrong:
+            connect(server.url).post("/charges", intent="order-17", idempotency_key="k")
+        assert told(wrong.value) == (StopReason.NOT_BEGUN, Outcome.NOT_SENT, None)
+        store = IntentStore(lambda: sqlite3.connect(tmp_path / "other.db"))  # without its tables
+        with Client(server.url, intents=store) as client, pytest.raises(TaptwiceError) as lost:
+            client.post("/charges", intent="order-17")
+        assert told(lost.value) == (StopReason.NOT_BEGUN, Outcome.UNKNOWN, None)
+        assert server.requests == []
 
 
 def test_with_a_namespace_the_key_is_made_from_the_name(connect: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import re
+import sqlite3
 from typing import Any
 
 import pytest
 
+from taptwice import cli
 from taptwice.client.testing import ScriptedServer, answer, close, no_wait
 from tests.client.tables import PAGE, expected, written
 
@@ -28,6 +31,23 @@ def test_example(block: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
         for thing in names.values():
             if hasattr(thing, "close") and type(thing).__name__ in ("Client", "Session"):
                 thing.close()
+
+
+def test_the_example_of_giving_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (PAGE.parent / "giving-up.md").read_text()
+    [example] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    [table] = re.findall(r"^\$ sqlite3 shop\.db '(.*)'$", page, re.MULTILINE)
+    [command] = re.findall(r"^\$ taptwice (init .*?) +#", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(sqlite3.connect("shop.db")) as shop:
+        shop.execute(table)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert not ended.value.code
+    names: dict[str, Any] = {"__name__": "example"}
+    with no_wait():
+        exec(compile(example, "giving-up.md", "exec"), names)
+    names["shop"].close()
 
 
 def test_the_tables_are_those_of_the_code() -> None:

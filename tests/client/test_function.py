@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -157,6 +158,7 @@ async def test_an_open_circuit(make: Make) -> None:
         with pytest.raises(CircuitOpen) as refused:
             await called()
     assert 0 < refused.value.retry_after <= 50
+    assert re.search(r"circuit for .+ is open, nothing was sent; again in \d+\.\d s", str(refused.value))
     assert (flaky.calls, report(refused.value).attempts) == (2, ())
 
 

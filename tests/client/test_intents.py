@@ -467,8 +467,18 @@ async def test_a_task_that_is_cancelled_leaves_the_intent_open(tmp_path: Path) -
 # --- wrong use ----------------------------------------------------------------------------------------------
 
 
+def test_a_url_of_sqlite_names_its_file_and_no_url_is_shown_otherwise_than_it_was(tmp_path: Path) -> None:
+    made = IntentStore(f"sqlite:///{tmp_path}/intents.db").make("order-17")
+    assert IntentStore(tmp_path / "intents.db").get("order-17") == made
+    with pytest.raises(Misuse, match=r"^sqlite:///:memory:: give the path"):
+        IntentStore("sqlite:///:memory:")
+    with pytest.raises(Misuse, match=r"^postgresql://…: give") as refused:
+        IntentStore("postgresql://me:secret@db/shop")
+    assert "secret" not in str(refused.value)
+
+
 def test_a_store_that_forgets_is_refused() -> None:
-    for origin in (":memory:", "sqlite:///intents.db", "postgresql://db/shop"):
+    for origin in (":memory:", "sqlite:///:memory:", "sqlite://", "postgresql://db/shop"):
         with pytest.raises(Misuse, match="path of a file"):
             IntentStore(origin)
 

@@ -23,6 +23,7 @@ from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import IDEMPOTENT, Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, attach
+from taptwice.client.settings import check
 from taptwice.client.shell import Going
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
@@ -62,6 +63,7 @@ class RetryMiddleware:
         listeners: Sequence[Listener] = (),
         world: World = REAL,
     ) -> None:
+        check(policy, listeners, world)
         self._policy = policy
         self._gates = Gates(budget, breaker)
         self._listeners = listeners
@@ -119,7 +121,7 @@ class RetryMiddleware:
         cause: Exception | None = None
         error: Exception = seen.error
         if isinstance(error, CircuitOpen):
-            error = kin(CircuitOpen, ClientConnectionError)(error.retry_after)
+            error = kin(CircuitOpen, ClientConnectionError)(error.retry_after, error.origin)
         elif going.cut and report.stop_reason is StopReason.DEADLINE:
             cause, error = error, kin(DeadlineExceeded, ServerTimeoutError)(going.too_late(seen))
         attach(error, report)

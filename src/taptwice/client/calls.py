@@ -14,12 +14,12 @@ from taptwice.client.keys import key_of, new_key
 from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import RetryPolicy
-from taptwice.client.reports import Listener, Report
+from taptwice.client.reports import Listener, Report, attach
 from taptwice.client.shell import Going
 from taptwice.client.world import World
 from taptwice.core.header import format_key
 from taptwice.core.model import Answer
-from taptwice.errors import Misuse
+from taptwice.errors import Misuse, TaptwiceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +57,9 @@ class ClientCall(Going):
         policy, world = client._policy, client._world
         begun = world.clock()
         intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
+        for name, value in (("intent", intent), ("idempotency_key", key)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise Misuse(f"{name}={value!r}: give text that is not empty, as {name}='order-17'")
         if "deadline" in options:
             policy = policy.replace(deadline=options.pop("deadline"))
         remembered = intent is not None and client._intents is not None
@@ -157,6 +160,14 @@ class ClientCall(Going):
             request=self.request,
             extensions={"taptwice": found},
         )
+
+    def explain(self, error: TaptwiceError) -> None:
+        """Give an error of the store's a report. Nothing was sent now; what was before, nobody could look."""
+        if hasattr(error, "taptwice"):
+            return
+        attempts, stop = tuple(self.call.attempts), self.call.stop or StopReason.NOT_BEGUN
+        key = self.call.key if attempts else None  # before, it is what the intent would get if it has none
+        attach(error, Report(attempts, stop, Outcome.UNKNOWN, key, None))
 
     def fresh(self) -> Any:
         """The request for the next attempt."""

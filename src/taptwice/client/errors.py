@@ -50,8 +50,8 @@ def missing(name: str, extra: str) -> ModuleNotFoundError:
 def kin(ours: type[TaptwiceError], theirs: type[Exception]) -> Callable[..., TaptwiceError]:
     """A class that is caught as `ours` and as `theirs`: a transport raises nothing its library knows not."""
 
-    def __init__(self: Any, detail: Any, **more: Any) -> None:
-        ours.__init__(self, detail)
+    def __init__(self: Any, *details: Any, **more: Any) -> None:
+        ours.__init__(self, *details)
         for name, value in more.items():
             setattr(self, name, value)
 

@@ -22,7 +22,7 @@ def library_of(thing: Any) -> ModuleType:
         name = kind.__module__.partition(".")[0]
         if name in ("httpx2", "httpx"):
             return import_module(name)
-    raise Misuse(f"{type(thing).__name__} is no client of httpx2 or httpx")
+    raise Misuse(f"http={thing!r}: {type(thing).__name__} is no client of httpx2 or httpx")
 
 
 def prepare(lib: ModuleType, transport: Any) -> None:
@@ -154,7 +154,7 @@ def conclude(going: Going, lib: ModuleType, seen: Seen, request: Any, *, typed: 
             return response
         error = kind(_detail(response), response)
     elif isinstance(error, CircuitOpen):
-        error = kin(CircuitOpen, lib.TransportError)(error.retry_after, _request=request)
+        error = kin(CircuitOpen, lib.TransportError)(error.retry_after, error.origin, _request=request)
     elif going.cut and report.stop_reason is StopReason.DEADLINE:
         late = kin(DeadlineExceeded, lib.TimeoutException)(going.too_late(seen), _request=request)
         attach(late, report)

@@ -26,6 +26,7 @@ from taptwice.client.outcome import Outcome, Seen, of_error
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, attach
+from taptwice.client.settings import check
 from taptwice.client.shell import Going, layer
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
@@ -58,6 +59,12 @@ def retry(
     functions, the deadline ends only the waits and the attempts that have not begun. `budget`: by default
     each decorated function has a `RetryBudget` of its own; share one among those that call the same server.
     """
+
+    check(policy, listeners, world)
+    gates: tuple[tuple[str, Any, str], ...] = (("budget", budget, "take"), ("breaker", breaker, "enter"))
+    for name, given, method in gates:
+        if given not in (None, "own") and (isinstance(given, type) or not hasattr(given, method)):
+            raise Misuse(f"{name}={given!r}: the function has one, so give one that is made, or None")
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         own = RetryBudget() if budget == "own" else budget

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, TypeAlias
 
 from taptwice.client.outcome import Outcome, Seen
+from taptwice.client.settings import check_maker
 
 __all__ = ["Breaker", "Budget", "Gate", "Gates"]
 
@@ -53,6 +54,8 @@ class Gates:
     __slots__ = ("_breaker", "_budget", "_gates")
 
     def __init__(self, budget: MakeBudget, breaker: MakeBreaker) -> None:
+        check_maker("budget", budget)
+        check_maker("breaker", breaker)
         self._budget = budget
         self._breaker = breaker
         self._gates: dict[Hashable, Gate] = {}

@@ -23,6 +23,7 @@ from taptwice.client.outcome import Outcome, Seen
 from taptwice.client.plan import Call
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, attach
+from taptwice.client.settings import check
 from taptwice.client.shell import Going
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
@@ -77,6 +78,7 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
 
         Every other call carries one in its metadata, under the policy's `key_header` in lower case.
         """
+        check(policy, listeners, world)
         self._policy = policy
         self._idempotent = idempotent
         self._gates = Gates(budget, breaker)
@@ -105,7 +107,7 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         seen = going.run(attempt)
         report = going.report(seen)
         if isinstance(seen.error, CircuitOpen):
-            refused = Refused(seen.error.retry_after)
+            refused = Refused(seen.error.retry_after, seen.error.origin)
             attach(refused, report)
             raise refused
         if seen.error is not None:

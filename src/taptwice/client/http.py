@@ -9,6 +9,7 @@ What a call did stands in ``report(response)``. Everything httpx2's own client t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,13 +20,16 @@ from taptwice.client.calls import ClientCall
 from taptwice.client.errors import missing
 from taptwice.client.exchange import aattempt, attempt, library_of, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
+from taptwice.client.keys import check_namespace
 from taptwice.client.limits import Limit
-from taptwice.client.outcome import Seen
+from taptwice.client.outcome import Outcome, Seen
+from taptwice.client.plan import StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
-from taptwice.client.reports import Listener
+from taptwice.client.reports import Listener, Report, attach
+from taptwice.client.settings import check
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
-from taptwice.errors import Misuse
+from taptwice.errors import Misuse, TaptwiceError
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -127,6 +131,11 @@ class _Base(_Verbs[Reply]):
         `budget` and `breaker` make one for each origin that is called (``breaker=CircuitBreaker``); None is
         for none.
         """
+        check(policy, listeners, world)
+        check_namespace(namespace)
+        if misplaced := {field.name for field in dataclasses.fields(RetryPolicy)} & set(settings):
+            given = ", ".join(f"{name}={settings[name]!r}" for name in sorted(misplaced))
+            raise Misuse(f"{given}: this belongs in the policy, policy=RetryPolicy({given})")
         if http is None:
             try:
                 import httpx2
@@ -138,10 +147,18 @@ class _Base(_Verbs[Reply]):
             raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
         self._http = http
         self._lib = library_of(http)
+        if not isinstance(http, getattr(self._lib, self._kind)):
+            other = "AsyncClient" if type(self).__name__ == "Client" else "Client"
+            raise Misuse(
+                f"http={type(http).__name__}(…): {type(self).__name__} wants a"
+                f" {self._lib.__name__}.{self._kind}; for this one take {other}"
+            )
         for transport in (http._transport, *http._mounts.values()):
             prepare(self._lib, transport)
         self._policy = policy
         self._namespace = namespace
+        if intents is not None and not hasattr(intents, "fulfil"):
+            raise Misuse(f"intents={intents!r}: give a store, intents=IntentStore('intents.db')")
         if intents is not None and inspect.iscoroutinefunction(intents.fulfil) != self._awaiting:
             wanted = "AsyncIntentStore" if self._awaiting else "IntentStore"
             raise Misuse(f"intents={type(intents).__name__}(…): this client wants an {wanted}")
@@ -157,6 +174,7 @@ class _Base(_Verbs[Reply]):
 
     def with_options(self, *, namespace: str | None = None, **changes: Any) -> Self:
         """A client with other settings of the policy, on the same connections, budgets and circuits."""
+        check_namespace(namespace)
         other = copy.copy(self)
         other._policy = self._policy.replace(**changes)
         other._namespace = namespace or self._namespace
@@ -168,6 +186,13 @@ class _Base(_Verbs[Reply]):
         other._single = True
         return other
 
+    def _call(self, method: str, url: str, options: Any, whole: bool) -> ClientCall:
+        try:
+            return ClientCall(self, method, url, options, whole)
+        except TaptwiceError as error:
+            attach(error, Report((), StopReason.NOT_BEGUN, Outcome.NOT_SENT, None, None))
+            raise
+
 
 class Client(_Base["Response"]):
     """A blocking client; threads may share it."""
@@ -177,13 +202,13 @@ class Client(_Base["Response"]):
 
     def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = self._make(ClientCall(self, method, url, options, whole=True))
+        response: Response = self._make(self._call(method, url, options, whole=True))
         return response
 
     @contextmanager
     def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = self._make(ClientCall(self, method, url, options, whole=False))
+        response: Response = self._make(self._call(method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -208,7 +233,11 @@ class Client(_Base["Response"]):
 
         if going.wish is None:
             return going.conclude(going.run(once))
-        found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        try:
+            found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+        except TaptwiceError as error:
+            going.explain(error)
+            raise
         return found.response if hasattr(found, "response") else going.remembered(found)
 
 
@@ -220,13 +249,13 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
     async def request(self, method: str, url: str, **options: Unpack[Options]) -> Response:
         """Make one call. Raises the library's exceptions, and those of `taptwice.client.errors`."""
-        response: Response = await self._make(ClientCall(self, method, url, options, whole=True))
+        response: Response = await self._make(self._call(method, url, options, whole=True))
         return response
 
     @asynccontextmanager
     async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
         """Make one call and hand the response over before its body is read; what breaks then is yours."""
-        response: Response = await self._make(ClientCall(self, method, url, options, whole=False))
+        response: Response = await self._make(self._call(method, url, options, whole=False))
         try:
             yield response
         finally:
@@ -255,7 +284,11 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
         async def send(key: str) -> Sent[Any]:
             return going.sent(await going.under(key).arun(once))
 
-        found = await self._intents.fulfil(going.wish, send)
+        try:
+            found = await self._intents.fulfil(going.wish, send)
+        except TaptwiceError as error:
+            going.explain(error)
+            raise
         return found.response if hasattr(found, "response") else going.remembered(found)
 
 

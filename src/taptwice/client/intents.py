@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 import uuid
 from collections.abc import Awaitable, Callable
@@ -62,10 +63,10 @@ UNSETTLED = "the answer to intent %r could not be kept: whoever asks again will 
 class _Intents:
     """What both stores are told, and their work as plans.
 
-    `origin`: a path (of SQLite; the file is made), or a pool, engine, session maker or function that opens
-    connections to a database where `taptwice init` has made the tables. `window`: how long the server
-    remembers a key: seconds, or text as "24h"; None: for ever. `keep` "key": answers are not written down,
-    and whoever asks again asks the server.
+    `origin`: a path (of SQLite; the file is made; ``sqlite:///`` may stand before it), or a pool, engine,
+    session maker or function that opens connections to a database where `taptwice init` has made the tables.
+    `window`: how long the server remembers a key: seconds, or text as "24h"; None: for ever. `keep` "key":
+    answers are not written down, and whoever asks again asks the server.
     """
 
     def __init__(self, origin: Any, *, window: float | str | None = "24h", keep: Keep = "answer") -> None:
@@ -73,12 +74,12 @@ class _Intents:
             raise Misuse(f"keep={keep!r}: choose 'answer' or 'key'")
         self.window = float("inf") if window is None else seconds(window)
         self.keep = keep
-        self._source = _file(Path(origin)) if isinstance(origin, str | Path) else drivers.source(origin)
+        self._source = _file(origin) if isinstance(origin, str | Path) else drivers.source(origin)
         self._table = SqlIntents(self._source.dialect)
 
     def _remember(self, wish: Wish) -> Plan[Intent | None]:
         try:
-            return (yield from self._alone(self._table.remember(wish.name, wish.key, wish.request)))
+            return (yield from self._alone(remembered(self._table, wish)))
         except Contention as error:
             raise Contention(
                 f"nothing was sent: another transaction holds intent {wish.name!r}; if it is your own, commit"
@@ -135,6 +136,12 @@ def alone(table: SqlIntents, plan: Plan[Result]) -> Plan[Result]:
             yield from ask(Rollback())
         finally:
             yield from ask(Close())
+
+
+def remembered(table: SqlIntents, wish: Wish) -> Plan[Intent | None]:
+    """Bind an intent to its request, unless it was dropped; what it is now."""
+    found = yield from table.remember(wish.name, wish.key, wish.request)
+    return found or (yield from table.look(wish.name))
 
 
 def dropped(table: SqlIntents, name: str) -> Plan[Intent | None]:
@@ -291,10 +298,16 @@ async def in_thread(work: Callable[[], Result]) -> Result:
     return await asyncio.to_thread(work)
 
 
-def _file(path: Path) -> drivers.Source:
+def _file(origin: str | Path) -> drivers.Source:
     """Connections to an SQLite file, one for each transaction. The file and its tables are made."""
-    if str(path) == ":memory:" or ":/" in str(path):
-        raise Misuse(f"{path}: give the path of a file; or a pool, an engine or a function that connects")
+    named = str(origin)
+    if match := re.fullmatch(r"sqlite(?:\+\w+)?:///([^?:]+)", named):
+        named = match[1]
+    if named == ":memory:" or ":/" in named:
+        scheme, _, rest = named.partition("://")
+        shown = f"{scheme}://…" if "@" in rest else named  # there may be a password
+        raise Misuse(f"{shown}: give the path of a file; or a pool, an engine or a function that connects")
+    path = Path(named)
     import sqlite3
 
     from taptwice.drivers import sqlite

@@ -12,7 +12,7 @@ from typing import Final
 
 from taptwice.errors import Misuse
 
-__all__ = ["key_of", "new_key"]
+__all__ = ["check_namespace", "key_of", "new_key"]
 
 _INTENTS: Final = uuid.UUID("8f6c2d1e-5d0b-5c59-9d3e-0b7a1f5c7a11")
 
@@ -20,6 +20,14 @@ _INTENTS: Final = uuid.UUID("8f6c2d1e-5d0b-5c59-9d3e-0b7a1f5c7a11")
 def new_key() -> str:
     """A key for a call that has no named intent: random (UUID version 4)."""
     return str(uuid.uuid4())
+
+
+def check_namespace(namespace: object) -> None:
+    """Raises `Misuse` for what no key can be made from."""
+    if namespace is not None and (not isinstance(namespace, str) or not namespace):
+        raise Misuse(
+            f"namespace={namespace!r}: name the application and its environment, as 'shop-prod'; None: none"
+        )
 
 
 def key_of(namespace: str | None, intent: str) -> str:

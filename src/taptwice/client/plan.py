@@ -58,6 +58,11 @@ class StopReason(StrEnum):
     CIRCUIT_OPEN = "circuit_open"
     REMEMBERED = "remembered"
     """Nothing was sent: the answer to this intent had been kept."""
+    INTENT_REFUSED = "intent_refused"
+    """Nothing was sent now: `IntentChanged`, `IntentTooOld` or `IntentDropped` says why. The report's outcome
+    is that of what was sent before under this intent."""
+    NOT_BEGUN = "not_begun"
+    """Nothing was sent: the call was made wrongly, or the store of intents could not be asked."""
 
 
 class Attempt(NamedTuple):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from taptwice.core.policy import seconds
 from taptwice.errors import Misuse
 
 __all__ = ["RetryPolicy"]
@@ -60,15 +62,42 @@ class RetryPolicy:
     """Heed ``x-should-retry: true`` too, on any status. (``false`` always counts.)"""
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise Misuse(f"max_attempts={self.max_attempts} must be at least 1: it counts the first one")
+        if type(self.max_attempts) is not int or self.max_attempts < 1:
+            raise Misuse(
+                f"max_attempts={self.max_attempts!r} must be a whole number, at least 1: it counts the"
+                " first one"
+            )
         for name in ("base", "cap", "retry_after_limit"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise Misuse(f"{name}={getattr(self, name)!r} must be seconds, finite and not negative")
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise Misuse(f"{name}={value!r} must be seconds, finite and not negative{_as_seconds(value)}")
         for name in ("deadline", "per_try"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise Misuse(f"{name}={value!r} must be seconds above 0, or None for no limit")
+            if value is not None and (not _is_number(value) or not 0 < value < math.inf):
+                raise Misuse(
+                    f"{name}={value!r} must be seconds above 0, or None for no limit{_as_seconds(value)}"
+                )
+        for name in ("refused", "unknown"):
+            _check_statuses(name, getattr(self, name))
+        for name in ("key_header", "timeout_header", "attempt_header"):
+            value = getattr(self, name)
+            if value is None and name != "key_header":
+                continue
+            if not isinstance(value, str) or not _NAME.fullmatch(value):
+                off = "" if name == "key_header" else ", or None for none"
+                raise Misuse(f"{name}={value!r} must be the name of a header field{off}")
+        problems: Any = self.problems
+        if not isinstance(problems, str) or not problems:
+            raise Misuse(f"problems={problems!r} must be text: what the problem types begin with")
+        signs: Any = self.in_progress
+        if not isinstance(signs, tuple | list) or not all(map(_is_sign, signs)):
+            raise Misuse(
+                f"in_progress={signs!r} must be a tuple of pairs of texts, a path and what stands"
+                ' there: (("error.code", "key_in_use"),)'
+            )
+        for name in ("auto_key", "obey_should_retry"):
+            if not isinstance(getattr(self, name), bool):
+                raise Misuse(f"{name}={getattr(self, name)!r} must be True or False")
         if self.key_quoting not in ("bare", "sf-string"):
             raise Misuse(f"key_quoting={self.key_quoting!r}: choose 'bare' or 'sf-string'")
 
@@ -88,6 +117,39 @@ class RetryPolicy:
         if retry_after:
             return retry_after * (1 + u / 10)
         return u * min(self.cap, math.ldexp(self.base, min(failures - 1, 60)))
+
+
+_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""A token (RFC 9110 section 5.6.2)."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_seconds(value: object) -> str:
+    """A hint for who has written "10s"."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        return f": write {seconds(value):g}"
+    except Misuse:
+        return ": write a number"
+
+
+def _check_statuses(name: str, statuses: Any) -> None:
+    if not isinstance(statuses, frozenset | set | tuple | list):
+        raise Misuse(f"{name}={statuses!r} must be a set of statuses: {name}={{429}}")
+    for status in statuses:
+        if type(status) is not int or not 400 <= status <= 599:
+            raise Misuse(
+                f"{name}={{{status!r}}}: give statuses from 400 to 599 as numbers; below 400 an answer is"
+                " final"
+            )
+
+
+def _is_sign(sign: Any) -> bool:
+    return isinstance(sign, tuple | list) and len(sign) == 2 and all(isinstance(each, str) for each in sign)
 
 
 DEFAULT: Final = RetryPolicy()

@@ -27,7 +27,7 @@ class Report(NamedTuple):
     """As many as the server can have seen."""
     stop_reason: StopReason
     outcome: Outcome
-    """Of the last attempt."""
+    """Of the last attempt. Where there was none, of what is known of the intent: `unknown` if nothing is."""
     idempotency_key: str | None
     retry_after: float | None
     """Seconds; what the server, or an open circuit, asked for at the end."""

@@ -20,6 +20,7 @@ from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, attach
+from taptwice.client.settings import check
 from taptwice.client.shell import Going
 from taptwice.client.sockets import LimitedSocket, WholeHead
 from taptwice.client.world import REAL, World
@@ -56,6 +57,7 @@ class RetryAdapter(HTTPAdapter):
         """`settings` are those of requests' own adapter: `pool_connections`, `pool_maxsize`, `pool_block`."""
         if settings.get("max_retries"):
             raise Misuse("max_retries=…: urllib3's retries would multiply with ours, so set it to 0")
+        check(policy, listeners, world)
         self._policy = policy
         self._gates = Gates(budget, breaker)
         self._listeners = listeners
@@ -144,7 +146,7 @@ def _concluded(going: Going, seen: Seen, request: PreparedRequest) -> Response:
     error: Exception = seen.error
     if isinstance(error, CircuitOpen):
         refused = kin(CircuitOpen, exceptions.ConnectionError)
-        error = refused(error.retry_after, request=request, response=None)
+        error = refused(error.retry_after, error.origin, request=request, response=None)
     elif going.cut and report.stop_reason is StopReason.DEADLINE:
         late = kin(DeadlineExceeded, exceptions.Timeout)(going.too_late(seen), request=request, response=None)
         attach(late, report)

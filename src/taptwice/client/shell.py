@@ -137,7 +137,7 @@ class Going:
         """What a call shows that an open circuit does not let begin."""
         seconds = breaker.retry_after(self.call.begun)
         self.call.stop = StopReason.CIRCUIT_OPEN
-        return Seen(Outcome.NOT_SENT, error=CircuitOpen(seconds), retry_after=seconds)
+        return Seen(Outcome.NOT_SENT, error=CircuitOpen(seconds, self.origin), retry_after=seconds)
 
     def adopt(self, seen: Seen, ticket: int | None) -> None:
         """Take over a first attempt that somebody else has made."""

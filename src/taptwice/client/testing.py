@@ -28,6 +28,7 @@ from typing import IO, TypeAlias
 
 from taptwice.client.world import REAL
 from taptwice.core.problems import PROBLEMS
+from taptwice.errors import Misuse
 
 __all__ = [
     "Peer",
@@ -132,6 +133,7 @@ def answer(
     chunked: bool = False,
 ) -> Callable[[Peer], None]:
     """Answer so, `after` so many seconds."""
+    _check(status)
 
     def step(peer: Peer) -> None:
         peer.pause(after)
@@ -183,6 +185,14 @@ def drip(
     return step
 
 
+def _check(step: object) -> None:
+    if callable(step) or (type(step) is int and 100 <= step <= 999):
+        return
+    raise Misuse(
+        f"{step!r} is no step: give a status of three digits, one of the functions here, or one of yours"
+    )
+
+
 def close(peer: Peer) -> None:
     """Close the connection instead of an answer."""
     peer.close()
@@ -206,6 +216,10 @@ class ScriptedServer:
     ) -> None:
         """`listening=False`: connections are refused until `listen`. `tls`: a context with a certificate."""
         self.script = list(script)
+        if not self.script:
+            raise Misuse("an empty script: it needs one step at least, and the last one repeats")
+        for step in self.script:
+            _check(step)
         self.requests: list[Request] = []
         self.stopping = threading.Event()
         self.hung_up = threading.Semaphore(0)

@@ -21,6 +21,7 @@ from taptwice.client.outcome import Seen
 from taptwice.client.plan import Call
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener
+from taptwice.client.settings import check
 from taptwice.client.shell import Going
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
@@ -50,6 +51,7 @@ class _Transport:
         """
         self._wrapped = getattr(self._lib, self._default)() if wrapping is None else wrapping
         prepare(self._lib, self._wrapped)
+        check(policy, listeners, world)
         self._policy = policy
         self._gates = Gates(budget, breaker)
         self._listeners = listeners

@@ -21,14 +21,18 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from taptwice.client.outcome import Outcome
+from taptwice.client.plan import StopReason
+from taptwice.client.reports import Report, attach
 from taptwice.core.fingerprint import Rules, of_request
 from taptwice.core.model import Answer, is_account
 from taptwice.core.plan import Command, Plan, ask
 from taptwice.core.policy import NEVER_SAVED
-from taptwice.errors import IntentChanged, IntentDropped, IntentTooOld, Misuse
+from taptwice.errors import IntentChanged, IntentDropped, IntentRefused, IntentTooOld, Misuse
 from taptwice.stores.intents import Intent
 
 Response = TypeVar("Response")
@@ -99,7 +103,8 @@ RULES = Rules(version=1)
 
 @dataclass(frozen=True, slots=True)
 class Remember(Command[Intent | None]):
-    """The one write before the first byte. None: the intent was dropped."""
+    """The one write before the first byte. An intent that was dropped comes back as it is, unbound; None: it
+    was forgotten while one asked."""
 
     wish: Wish
 
@@ -123,13 +128,20 @@ class Settle(Command[None]):
 def with_intent(wish: Wish, window: float, keep: Keep = "answer") -> Plan[Sent[Any] | Intent]:
     """Carry a wish out around whatever `Send` does. The intent comes back where its answer was remembered."""
     if wish.lasts > window:  # found out before it is bound: nothing of it is sent, ever
-        raise IntentTooOld(
-            f"intent {wish.name!r} was not sent: the call may last {wish.lasts:g} s, and the server remembers"
-            f" its key for {window:g} s; give the call a shorter deadline"
+        raise _refused(
+            None,
+            IntentTooOld,
+            f"intent {wish.name!r} was not sent now: the call may last {wish.lasts:g} s, and the server"
+            f" remembers its key for {window:g} s; give the call a shorter deadline",
         )
     intent = yield from ask(Remember(wish))
-    if intent is None:
-        raise IntentDropped(f"intent {wish.name!r} was given up: renew it, or give the new wish a new name")
+    if intent is None or intent.state == "dropped" or intent.fingerprint is None:
+        raise _refused(
+            intent,
+            IntentDropped,
+            f"intent {wish.name!r} was given up{_sent(intent)}; nothing was sent now. The same wish: find"
+            " out at the server what became of it, then renew it; another wish: give it a new name",
+        )
     if judge(wish, intent, window):
         return intent
     sent = yield from ask(Send(intent.key))
@@ -141,24 +153,52 @@ def with_intent(wish: Wish, window: float, keep: Keep = "answer") -> Plan[Sent[A
 def judge(wish: Wish, intent: Intent, window: float) -> bool:
     """The table above, for an intent that was not dropped. True: give its answer. False: send it."""
     if intent.fingerprint != wish.request:
-        raise IntentChanged(
-            f"intent {wish.name!r} was first sent as another request (its method, URL or body differ), and"
-            " nothing was sent now: give the new wish a new name"
+        known = "may have been done" if intent.answer is None else f"was answered {intent.answer.status}"
+        raise _refused(
+            intent,
+            IntentChanged,
+            f"intent {wish.name!r} stands for another request (its method, URL or body differ), which"
+            f" {known}{_sent(intent)}; nothing was sent now. The same wish: send it as it was, or find out"
+            " at the server what became of it, then drop or renew it; another wish: give it a new name",
         )
     if intent.answer is not None and intent.answer.body is not None:
         return True
     if intent.age + wish.lasts > window:
         if intent.answer is not None:
-            raise IntentTooOld(
+            raise _refused(
+                intent,
+                IntentTooOld,
                 f"intent {wish.name!r} is done: its answer was {intent.answer.status}. The body was not kept,"
-                f" and the server remembers it for {window:.0f} s"
+                f" and the server remembers it for {window:.0f} s{_sent(intent)}",
             )
-        raise IntentTooOld(
-            f"intent {wish.name!r} was first sent {intent.age:.0f} s ago; the server remembers its key for"
-            f" {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice. Nothing was"
-            " sent now; find out at the server what became of it, then drop or renew it"
+        raise _refused(
+            intent,
+            IntentTooOld,
+            f"intent {wish.name!r} was first sent {intent.age:.0f} s ago{_sent(intent)}; the server remembers"
+            f" its key for {window:.0f} s, and this call may last {wish.lasts:.0f} s: it might be done twice."
+            " Nothing was sent now; find out at the server what became of it, then drop or renew it",
         )
     return False
+
+
+def _sent(intent: Intent | None) -> str:
+    """What finds a request again in the server's books."""
+    if intent is None or intent.sent_at is None:
+        return ""
+    moment = datetime.fromtimestamp(intent.sent_at, UTC).isoformat(timespec="seconds")
+    return f" (sent at {moment}, key {intent.key})"
+
+
+def _refused(intent: Intent | None, kind: type[IntentRefused], detail: str) -> IntentRefused:
+    """The error, with the report of a call that sent nothing. What is not known is `unknown`."""
+    error, outcome = kind(detail), Outcome.UNKNOWN
+    if intent is not None and intent.answer is not None:
+        outcome = Outcome.PROCESSED
+    elif intent is not None and intent.sent_at is None:
+        outcome = Outcome.NOT_SENT
+    key = None if intent is None else intent.key
+    attach(error, Report((), StopReason.INTENT_REFUSED, outcome, key, None))
+    return error
 
 
 def kept(answer: Answer, keep: Keep) -> Answer:
