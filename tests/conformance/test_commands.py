@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from taptwice.conformance import needed
+from taptwice.conformance import language, needed
 from taptwice.conformance.cli import conformance
+
+
+OWN = Path(language.__file__).with_name("cases.json")
 
 
 def invoke(*arguments: str) -> Result:
@@ -106,3 +109,59 @@ def test_the_report_of_a_failed_case(tmp_path: Path) -> None:
     result = invoke("run", "--cases", str(cases), "--only", "x-1")
     assert result.exit_code == 1
     assert "X-1     FAILED" in result.output
+
+
+SENT = {"send": {"id": "r1"}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"then": []},
+        {"then": 5},
+        {"when": "x"},
+        {"when": [5]},
+        {"when": 5},
+        {"given": []},
+        {"when": [{"send": 5}]},
+        {"when": [{"send": {}}]},
+        {"when": [{"parallel": 5}]},
+        {"when": [{"parallel": {"n": 2, "req": 5, "prefix": "p"}}]},
+        {"when": [{"parallel": {"req": {}, "prefix": "p"}}]},
+        {"when": [{"parallel": {"list": [{"send": [1]}]}}]},
+        {"when": [{"duplicate_all": {"reqs": 5}}]},
+        {"when": [{"duplicate_all": {}}]},
+        {"when": [{"reached": 5}]},
+        {"when": [SENT], "then": {"responses": 5}},
+        {"when": [SENT], "then": {"responses": {"r1": 5}}},
+        {"when": [SENT], "then": {"responses": {"r1": {"headers": 5}}}},
+        {"when": [SENT], "then": {"group": 5}},
+        {"when": [SENT], "then": {"groups": {}}},
+        {"when": [SENT], "then": {"effects": []}},
+        {"group": []},
+        {"modes": 5},
+        {"sut": "client", "when": [{"server_script": 5}]},
+        {"sut": "client", "when": [{"server_script": [5]}]},
+        {"sut": "client", "when": [{"client_call": 5}]},
+        {"sut": "client", "then": {"result": 5}},
+        {"sut": "client", "then": {"client": 5}},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_not_well_formed_ends_itself(tmp_path: Path, case: dict[str, Any]) -> None:
+    [parsed] = language.parse(json.dumps([{"id": "X-1", **case}]))
+    assert parsed.strange
+    assert not any("Error" in word for word in parsed.strange)
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_after_it(tmp_path: Path) -> None:
+    good = next(case for case in json.loads(OWN.read_text("utf-8")) if case["id"] == "D-001")
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{"id": "X-1", "when": [5]}, {"id": "X-2", "when": [{"client_call": 5}]}, good]))
+    result = invoke("run", "--cases", str(cases))
+    assert result.exit_code == 1
+    assert "X-1     FAILED" in result.output
+    assert "X-2     FAILED" in result.output
+    assert "first difference: not in the language: when: 5 is not an object" in result.output
+    assert "D-001   ok" in result.output
