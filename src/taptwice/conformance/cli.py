@@ -163,11 +163,11 @@ async def _run_foreign(
     cases: list[Case], url: str, text: str, callers: tuple[str, ...], yes: bool
 ) -> list[Result]:
     from taptwice.conformance.foreign import Foreign, writes
-    from taptwice.conformance.routes import Routes
+    from taptwice.conformance.maps import read
     from taptwice.conformance.run import Runner
 
-    async with Foreign(url, Routes.read(text), callers) as target:
-        left = [case for case in cases if case.strange or not list(target.not_offered(case))]
+    async with Foreign(url, read(text, cases), callers, cases) as target:
+        left = [case for case in cases if not case.strange and not list(target.not_offered(case))]
         click.echo(f"{len(left)} of {len(cases)} cases can be run; they send {writes(left)} writes to {url}")
         if target.commands:
             click.echo(f"its control interface offers {', '.join(sorted(target.commands))}")
