@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from click.testing import CliRunner, Result
 
 from taptwice.conformance import language, needed
 from taptwice.conformance.cli import conformance
-
 
 OWN = Path(language.__file__).with_name("cases.json")
 
@@ -31,7 +31,10 @@ def invoke(*arguments: str) -> Result:
         (("run", "--client", "curl"), "no client 'curl': choose of httpx2"),
         (("run", "--only", "D-999"), "no case D-999"),
         (("explain", "D-999"), "no case D-999"),
-        (("run", "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json: there is no such folder"),
+        (
+            ("run", "--json", "/no/such/folder/x.json"),
+            "--json /no/such/folder/x.json: there is no such folder",
+        ),
         (("run", "--cases", "{bad}"), "cannot read the cases of"),
         (("run", "--url", "http://127.0.0.1:9", "--map", "{bad}"), "cannot read the map"),
         (("run", "--url", "http://127.0.0.1:9", "--map", "{bad}", "--app", "flask"), "not for --url"),
@@ -73,8 +76,9 @@ def test_a_run_that_only_skips_proves_nothing() -> None:
 def test_what_is_missing_is_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], module: str, line: str
 ) -> None:
-    found: Any = needed.find_spec
-    monkeypatch.setattr(needed, "find_spec", lambda name: None if name == module else found(name))
+    found = importlib.util.find_spec
+    name = f"{needed.__name__}.find_spec"
+    monkeypatch.setattr(name, lambda name: None if name == module else found(name))
     result = invoke("run", *arguments)
     assert result.exit_code == 2
     assert f"needs {module}, which is not installed: {line}" in result.output
@@ -158,7 +162,9 @@ def test_what_is_not_well_formed_ends_itself(tmp_path: Path, case: dict[str, Any
 def test_the_run_goes_on_after_it(tmp_path: Path) -> None:
     good = next(case for case in json.loads(OWN.read_text("utf-8")) if case["id"] == "D-001")
     cases = tmp_path / "cases.json"
-    cases.write_text(json.dumps([{"id": "X-1", "when": [5]}, {"id": "X-2", "when": [{"client_call": 5}]}, good]))
+    cases.write_text(
+        json.dumps([{"id": "X-1", "when": [5]}, {"id": "X-2", "when": [{"client_call": 5}]}, good])
+    )
     result = invoke("run", "--cases", str(cases))
     assert result.exit_code == 1
     assert "X-1     FAILED" in result.output

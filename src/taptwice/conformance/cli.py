@@ -95,7 +95,9 @@ def run_(
     if (url is None) != (map_ is None) or (url is None and callers):
         raise click.UsageError("--url, --map and --as belong together")
     if url is not None and (app or store or driver):
-        raise click.UsageError("--app, --store and --driver are for the reference applications, not for --url")
+        raise click.UsageError(
+            "--app, --store and --driver are for the reference applications, not for --url"
+        )
     if report is not None and not Path(report).absolute().parent.is_dir():
         raise Refused(f"--json {report}: there is no such folder")
     try:

@@ -57,7 +57,9 @@ REACH = 10
 class Foreign:
     """A server with an address. Entered with ``async with``."""
 
-    def __init__(self, url: str, routes: Routes, callers: Iterable[str] = (), cases: Iterable[Case] = ()) -> None:
+    def __init__(
+        self, url: str, routes: Routes, callers: Iterable[str] = (), cases: Iterable[Case] = ()
+    ) -> None:
         """`callers`: as of ``--as``; `cases`: that may name others than the language."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -32,7 +32,7 @@ def read(text: str, cases: Iterable[Case] = ()) -> Routes:
     except ValueError as error:
         raise Misuse(f"cannot read the map: {error}") from error
     if not isinstance(raw, dict) or not raw:
-        raise Misuse("the map is not an object of routes; write {\"payment\": {\"path\": …}}")
+        raise Misuse('the map is not an object of routes; write {"payment": {"path": …}}')
     settings = raw.pop("settings", {})
     _check_settings(settings)
     if unknown := raw.keys() - ROUTES.keys():
@@ -47,7 +47,9 @@ def _check_settings(settings: Any) -> None:
         raise Misuse("the map's settings are not an object of settings and their values")
     for name, value in settings.items():
         if name not in SETTINGS:
-            raise Misuse(f"the map names {name} among its settings: the language has none{_meant(name, SETTINGS)}")
+            raise Misuse(
+                f"the map names {name} among its settings: the language has none{_meant(name, SETTINGS)}"
+            )
         if not SETTINGS[name](value):
             raise Misuse(f"the map's settings: {name} cannot be {json.dumps(value)}")
 
@@ -67,7 +69,7 @@ def _route(name: str, raw: Any, cases: Iterable[Case]) -> Route:
     for word in ("path", "body"):
         for place in sorted(places(raw.get(word)) - known - ({"id"} if word == "path" else set())):
             there = ", ".join(f"{{{each}}}" for each in sorted(known))
-            raise Misuse(f"the map's {name}: no case has {{{place}}} for its {word}; there are {there}")
+            raise Misuse(f"the map's {name}: the cases have no {{{place}}} for its {word}; there are {there}")
     return Route(**raw)
 
 

@@ -8,8 +8,8 @@ A map names a route of the reference application, and what it is called there:
      "settings": {"in_flight": "conflict"}}
 
 In a body or a path, ``{amount}`` is the amount in cents of the case, ``{from}`` its member of that name. A
-body may be text as well. `status` is what stands for the reference application's 201. `settings` are those that differ
-from the defaults of the language.
+body may be text as well. `status` is what stands for the reference application's 201. `settings` are those
+that differ from the defaults of the language.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class Routes:
                 yield "the case gives the body in bytes, and the path of the map has members of it"
             if template is None:
                 continue
-            given = request.get("json") if isinstance(request.get("json"), dict) else {}
-            left = [name for name in given if name not in _used(template, path)]
+            sent = request.get("json")
+            left = [
+                name for name in (sent if isinstance(sent, dict) else ()) if name not in _used(template, path)
+            ]
             put = ", ".join(f"{{{name.removesuffix('_cents')}}}" for name in left)
             if MEANING & set(left):
                 yield f"no {put} in the body of the map: put {put} into body"
