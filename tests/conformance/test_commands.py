@@ -95,6 +95,15 @@ def test_a_server_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPat
     assert "D-001" not in result.output
 
 
+def test_a_postgresql_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    server = f"postgresql://127.0.0.1:{port}/x"
+    result = invoke("run", "--store", "postgresql", "--server", server, "--only", "D-001")
+    assert result.exit_code == 2
+    assert "Error: --server: connection failed" in result.output
+
+
 @pytest.mark.slow
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

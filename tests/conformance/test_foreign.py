@@ -208,6 +208,10 @@ def test_paths(path: str, request_: dict[str, Any], sent: str) -> None:
     assert routes.translated(parsed, "").when[0]["send"]["path"] == sent
 
 
+def test_a_member_that_the_cases_send_only_as_text_may_be_named() -> None:
+    assert read('{"payment": {"path": "/c", "body": {"more": "{meta}"}}}').named["payment"].path == "/c"
+
+
 def test_what_a_body_lacks_is_named_as_it_is_put_there() -> None:
     routes = read(json.dumps({"payment": {"path": "/c", "body": "fixed"}}))
     case = {"id": "X-1", "when": [{"send": {"id": "r1", "json": {"amount_cents": 5, "currency": "eur"}}}]}

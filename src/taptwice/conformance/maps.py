@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from taptwice.conformance.routes import ROUTES, Route, Routes, places
 from taptwice.conformance.words import SETTINGS
 from taptwice.errors import Misuse
 
+_MEMBER = re.compile(r'"(\w+)"\s*:')
 _NAMES = tuple(field.name for field in fields(Route))
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "path": (lambda value: isinstance(value, str) and value.startswith("/"), "a path that begins with /"),
@@ -76,13 +78,18 @@ def _route(name: str, raw: Any, cases: Iterable[Case]) -> Route:
 def _members(name: str, cases: Iterable[Case]) -> set[str]:
     """The members that the cases send to a route, as a template names them."""
     sent = (
-        request["json"]
+        request
         for case in cases
         for request in case.requests()
-        if isinstance(request.get("json"), dict)
-        and ROUTES[name].fullmatch(str(request.get("path", "/payments")))
+        if ROUTES[name].fullmatch(str(request.get("path", "/payments")))
     )
-    return {member.removesuffix("_cents") for each in sent for member in each}
+    return {member.removesuffix("_cents") for each in sent for member in _members_of(each)}
+
+
+def _members_of(request: Mapping[str, Any]) -> Iterable[str]:
+    """Those of a body that is given as JSON or, to its last byte, as text."""
+    given = request.get("json")
+    return given if isinstance(given, dict) else _MEMBER.findall(str(request.get("body", "")))
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
