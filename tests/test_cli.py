@@ -219,6 +219,11 @@ def test_a_url_that_names_no_database(url: str) -> None:
     fail(2, "init", "--database", url)
 
 
+def test_a_file_that_is_given_as_a_url_is_said_as_one() -> None:
+    assert "did you mean sqlite:///shop.db?" in fail(2, "init", "--database", "shop.db")
+    assert "did you mean" not in fail(2, "init", "--database", "app:secret@shop.db")
+
+
 def test_no_url_names_the_variable() -> None:
     assert "TAPTWICE_DATABASE_URL" in fail(2, "init")
 
@@ -237,12 +242,12 @@ def test_a_database_without_our_tables(empty: str) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert "unable to open" in fail(3, "init", "--database", f"sqlite:///{tmp_path}/no/shop.db")
+    assert "unable to open" in fail(2, "init", "--database", f"sqlite:///{tmp_path}/no/shop.db")
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "shop.db").write_text("a letter to the bank, " * 100)
-    assert "not a database" in fail(3, "sweep", "--database", f"sqlite:///{tmp_path}/shop.db")
+    assert "not a database" in fail(2, "sweep", "--database", f"sqlite:///{tmp_path}/shop.db")
 
 
 def test_no_driver_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +575,13 @@ def test_inspect_of_what_is_not_there(database: str) -> None:
     fail(1, "inspect", "k-2", "--database", database)
     fail(1, "inspect", "k-1", "--account", "acct_9", "--database", database)
     fail(1, "inspect", "k-1", "--account", "acct_9", "--json", "--database", database)
+
+
+def test_inspect_of_a_key_as_it_stands_in_the_header(lite: str) -> None:
+    remember(lite, 'order-"47"')
+    remember(lite, '"half')
+    assert 'order-"47"' in succeed("inspect", '"order-\\"47\\""', "--database", lite).stdout
+    assert '"half' in succeed("inspect", '"half', "--database", lite).stdout
 
 
 def test_inspect_of_what_cannot_be_a_key(lite: str) -> None:

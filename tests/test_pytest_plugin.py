@@ -263,6 +263,20 @@ def test_everything_twice_through_a_client_that_awaits(pytester: pytest.Pytester
     )
 
 
+@pytest.mark.parametrize("workers", [(), ("-n2",)])
+def test_everything_twice_through_a_fixture_that_no_test_used(
+    pytester: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    pytester.makeconftest(FLASK)
+    pytester.makepyfile("def test_get(client):\n    client.get('/notes')\n\ndef test_two():\n    pass\n")
+    result = run(pytester, "--taptwice-twice=nofix", *workers)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["ERROR: --taptwice-twice=nofix: no test used a fixture `nofix`*"])
+    # A fixture that is used, and only reads, is no mistake.
+    result = run(pytester, "--taptwice-twice=client", *workers)
+    assert result.ret == 0
+
+
 def test_everything_twice_on_several_workers(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(FLASK)
     pytester.makepyfile(SUITE.replace("@MARK\n", ""))

@@ -28,9 +28,9 @@ from taptwice.cli_database import (
 )
 from taptwice.cli_intents import intents
 from taptwice.conformance.cli import conformance
-from taptwice.core.header import check_key
+from taptwice.core.header import check_key, parse_key
 from taptwice.core.model import pack_headers
-from taptwice.errors import Misuse
+from taptwice.errors import KeyInvalid, Misuse
 from taptwice.flows.migrate import BOTH, migrate
 from taptwice.flows.retention import partition_turn, sweep_turn
 from taptwice.stores.sql import Inspected, Partition, SqlStore
@@ -151,12 +151,13 @@ def inspect(key: str, url: str, account: str | None, body: bool, as_json: bool) 
     Examples:
       taptwice inspect 8e03978e-40d5-43e8-bc93-6894a57f9324 --account acct_42
       taptwice inspect order-7 --json | jq .[0].status
+      taptwice inspect '"order-7"'    # as it stands in the header
     """
     database = open_database(url)
     if account is None:
         click.echo("no --account: reading the whole table", err=True)
     with expected(database):
-        found = database.read(SqlStore(database.dialect).inspect(check_key(key), account))
+        found = database.read(SqlStore(database.dialect).inspect(_key(key), account))
     if not found:
         hint = (
             "look into all accounts by leaving --account out"
@@ -170,6 +171,14 @@ def inspect(key: str, url: str, account: str | None, body: bool, as_json: bool) 
         click.echo("\n\n".join(_as_text(each, body) for each in found))
     if len(found) == SEARCH_LIMIT:
         click.echo(f"these are the oldest {SEARCH_LIMIT}; there may be more", err=True)
+
+
+def _key(text: str) -> str:
+    """The key, also as it was copied from a header: there a quoted string is read without its quotes."""
+    try:
+        return check_key(parse_key([(b"Idempotency-Key", text.encode())]) if text.startswith('"') else text)
+    except KeyInvalid:
+        return check_key(text)  # a key of a JSON body may begin with a quote that does not end
 
 
 @main.command()

@@ -53,6 +53,9 @@ class Unavailable(Failed):
     exit_code = 3
 
 
+_WRONG_FILE = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOPEN)
+"""What SQLite says of a path that no waiting makes right."""
+
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C stopped, as shells have it."""
 
@@ -66,7 +69,8 @@ def expected(database: Database) -> Iterator[None]:
         click.echo("stopped; what was under way is rolled back", err=True)
         sys.exit(INTERRUPTED)
     except TaptwiceError as error:
-        temporary = isinstance(error, StoreUnavailable | Contention)
+        wrong_file = getattr(error.__cause__, "sqlite_errorcode", None) in _WRONG_FILE
+        temporary = isinstance(error, StoreUnavailable | Contention) and not wrong_file
         message = error.detail
         if getattr(error.__cause__, "sqlstate", None) == "42501":
             message = f"{error.__cause__}: this needs a role that owns taptwice's tables, or may create them"
@@ -130,7 +134,9 @@ def open_database(url: str, create: bool = False) -> Database:
         return _sqlite(Path(match[1]), create)
     if url.startswith("sqlite"):
         raise Failed("an SQLite URL names a file: sqlite:///relative/path.db or sqlite:////absolute/path.db")
-    raise Failed("the database URL must begin with postgresql:// or sqlite:///")
+    # Nothing that may hold a password is quoted.
+    meant = f"; did you mean sqlite:///{url}?" if re.fullmatch(r"[^:@]+\.(?:db|sqlite3?)", url) else ""
+    raise Failed(f"the database URL must begin with postgresql:// or sqlite:///{meant}")
 
 
 def _sqlite(path: Path, create: bool) -> Database:

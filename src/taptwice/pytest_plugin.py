@@ -56,11 +56,14 @@ class _Twice:
         self._fixture = fixture
         self._seed = seed
         self._doubling = Doubling(random.Random(seed), Policy(), skip)
+        self._used = False
+        self._ran = 0
 
     def pytest_report_header(self) -> str:
         return f"taptwice: `{self._fixture}` sends twice, --taptwice-seed={self._seed}"
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._ran += 1
         self._doubling.random.seed(f"{self._seed} {item.nodeid}")  # whatever ran before this test
         self._doubling.active = item.get_closest_marker("sent_once") is None
 
@@ -72,18 +75,28 @@ class _Twice:
         if fixturedef.argname == self._fixture:
             from taptwice.testing.doubling import double
 
+            self._used = True
             fixturedef.addfinalizer(double(value, self._doubling))
         return value
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's workers
-            output[FIXTURE] = (self._doubling.sent_twice, self._doubling.at_once)
+            output[FIXTURE] = (self._doubling.sent_twice, self._doubling.at_once, self._used, self._ran)
+        elif self._is_unused and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    @property
+    def _is_unused(self) -> bool:
+        """Whether tests ran, and none of them had the fixture: such a run proves nothing."""
+        return self._ran > 0 and not self._used
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        sent_twice, at_once = getattr(node, "workeroutput", {}).get(FIXTURE, (0, 0))
+        sent_twice, at_once, used, ran = getattr(node, "workeroutput", {}).get(FIXTURE, (0, 0, False, 0))
         self._doubling.sent_twice += sent_twice
         self._doubling.at_once += at_once
+        self._used = self._used or used
+        self._ran += ran
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         done = self._doubling
@@ -92,6 +105,12 @@ class _Twice:
             f"(--taptwice-seed={self._seed})",
             yellow=not done.sent_twice,
         )
+        if self._is_unused:
+            terminalreporter.write_line(
+                f"ERROR: --taptwice-twice={self._fixture}: no test used a fixture `{self._fixture}`; "
+                "name the one that gives your tests their client",
+                red=True,
+            )
 
 
 def _bound(request: pytest.FixtureRequest, name: str) -> Iterator[Callable[..., Any]]:

@@ -303,5 +303,5 @@ def test_the_command_runs_them(tmp_path: Path) -> None:
         },
     ]
     result = CliRunner().invoke(conformance, ["run", "--client", "curl"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no client 'curl'" in result.output

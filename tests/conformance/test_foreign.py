@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from click.testing import CliRunner
 
 from taptwice.conformance import language
 from taptwice.conformance.cli import conformance
-from taptwice.conformance.routes import Routes, salted
+from taptwice.conformance.maps import read
+from taptwice.conformance.routes import salted
 from taptwice.errors import Misuse
 from tests.conformance.charges import Charges, charges
 
@@ -163,7 +165,7 @@ def test_ours_with_its_control_interface(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_bodies(template: Any, request_: dict[str, Any], sent: dict[str, Any]) -> None:
-    routes = Routes.read(json.dumps({"payment": {"path": "/c", "body": template}}))
+    routes = read(json.dumps({"payment": {"path": "/c", "body": template}}))
     case = {"id": "X-1", "when": [{"send": {"id": "r1", **request_}}]}
     [parsed] = language.parse(json.dumps([case]))
     step = routes.translated(parsed, "").when[0]["send"]
@@ -189,20 +191,75 @@ def test_new_keys_are_of_the_same_kind(key: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "request_", "sent"),
+    [
+        ("/p?a={amount}&c={currency}", {"json": {"amount_cents": 5, "currency": "e r"}}, "/p?a=5&c=e%20r"),
+        ("/pay?a={amount}", {"path": "/payments?b=2&c", "json": {"amount_cents": 5}}, "/pay?a=5&b=2&c"),
+        ("/pay?amount={amount}&v=1", {"json": {}}, "/pay?v=1"),
+        ("/pay?amount={amount}", {}, "/pay"),
+        ("/pay/{amount}", {"json": {"amount_cents": 5}}, "/pay/5"),
+        ("/pay", {"path": "/payments?"}, "/pay?"),
+    ],
+)  # fmt: skip
+def test_paths(path: str, request_: dict[str, Any], sent: str) -> None:
+    routes = read(json.dumps({"payment": {"path": path}}))
+    case = {"id": "X-1", "when": [{"send": {"id": "r1", **request_}}]}
+    [parsed] = language.parse(json.dumps([case]))
+    assert routes.translated(parsed, "").when[0]["send"]["path"] == sent
+
+
+def test_a_member_that_the_cases_send_only_as_text_may_be_named() -> None:
+    assert read('{"payment": {"path": "/c", "body": {"more": "{meta}"}}}').named["payment"].path == "/c"
+
+
+def test_what_a_body_lacks_is_named_as_it_is_put_there() -> None:
+    routes = read(json.dumps({"payment": {"path": "/c", "body": "fixed"}}))
+    case = {"id": "X-1", "when": [{"send": {"id": "r1", "json": {"amount_cents": 5, "currency": "eur"}}}]}
+    [parsed] = language.parse(json.dumps([case]))
+    assert list(routes.missing(parsed, fresh=False)) == ["put {amount}, {currency} into body"]
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("[", "cannot read the map"),
-        ('{"refund": {"path": "/r"}}', "the map names refund"),
-        ('{"payment": {"patch": "/r"}}', "cannot read the map"),
-        ('{"settings": {"colour": 1}}', "the map names colour"),
+        ("[]", "the map is not an object of routes"),
+        ("{}", "the map is not an object of routes"),
+        ('{"refund": {"path": "/r"}}', "the map names refund; there are payment"),
+        ('{"payment": {"pth": "/r"}}', "the map's payment has no pth; there are path, method, body, status"),
+        ('{"payment": "/r"}', "the map's payment is not an object with a path"),
+        ('{"payment": {}}', "the map's payment has no path"),
+        ('{"payment": {"path": "r"}}', 'payment: path is "r"; it must be a path that begins with /'),
+        ('{"payment": {"path": "/r", "status": "abc"}}', 'payment: status is "abc"; it must be a status'),
+        ('{"payment": {"path": "/r", "method": 5}}', "payment: method is 5"),
+        ('{"payment": {"path": "/r", "body": [1]}}', r"payment: body is \[1\]"),
+        ('{"payment": {"path": "/r", "body": {"a": "{amuont}"}}}', "no {amuont} for its body; there are {a"),
+        ('{"payment": {"path": "/r?{amuont}"}}', "the cases have no {amuont} for its path"),
+        ('{"settings": 5}', "the map's settings are not an object"),
+        ('{"settings": {"in_fligth": "wait"}}', "in_fligth among its settings.*did you mean in_flight?"),
+        ('{"settings": {"in_flight": "perhaps"}}', 'settings: in_flight cannot be "perhaps"'),
     ],
-)
+)  # fmt: skip
 def test_maps_that_say_nothing(text: str, complaint: str) -> None:
     with pytest.raises(Misuse, match=complaint):
-        Routes.read(text)
+        read(text)
 
 
 def test_the_options_belong_together() -> None:
     result = CliRunner().invoke(conformance, ["run", "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 2
     assert "--url, --map and --as belong together" in result.output
+
+
+def test_callers_that_no_case_has(service: Charges, tmp_path: Path) -> None:
+    result, _ = run(tmp_path, service.url, "--yes", "--as", "nobody=Authorization: x")
+    assert result.exit_code == 2
+    assert "--as nobody: no case has this caller; there are acct_a, " in result.output
+
+
+def test_an_address_where_nobody_listens(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    result, found = run(tmp_path, f"http://127.0.0.1:{port}", "--yes", *logins(LOGINS[0]))
+    assert (result.exit_code, found) == (2, {})
+    assert f"cannot reach http://127.0.0.1:{port}: " in result.output

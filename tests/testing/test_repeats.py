@@ -192,6 +192,20 @@ def test_nothing_is_proven_without_an_effect(tmp_path: pathlib.Path) -> None:
         assert_once(shop.app.test_client(), "POST", "/charges", effects=counted, json={})
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "line"),
+    [
+        ("POST", "/chagres", "the first request was answered 404: is the path right?"),
+        ("PATCH", "/charges", "the first request was answered 405: is the method right?"),
+    ],
+)
+def test_a_first_answer_that_nobody_meant(tmp_path: pathlib.Path, method: str, path: str, line: str) -> None:
+    shop = flask_shop(tmp_path)
+    with pytest.raises(AssertionError) as failed:
+        assert_once(shop.app.test_client(), method, path, effects=effects(shop), **CHARGE)
+    assert str(failed.value).splitlines()[1].strip() == line
+
+
 def test_what_the_client_raises_is_raised(tmp_path: pathlib.Path) -> None:
     shop = flask_shop(tmp_path)
     shop.app.testing = True

@@ -17,6 +17,13 @@ if TYPE_CHECKING:  # imported when a command runs: they bring a server and its l
     from taptwice.conformance.language import Case
     from taptwice.conformance.run import Result, Runner
 
+
+class Refused(click.ClickException):
+    """Wrong usage: one line on stderr, and an exit code that no failed case has."""
+
+    exit_code = 2
+
+
 VARIABLE = "TAPTWICE_POSTGRES_URL"
 FILE = click.Path(exists=True, dir_okay=False)
 _DOORS = "httpx2, httpx (both also with -transport, -async), requests, aiohttp"
@@ -33,6 +40,8 @@ def conformance() -> None:
       taptwice conformance run --url https://api.example/v1 --map routes.json --as acct_a='Authorization: …'
       taptwice conformance explain D-098
       taptwice conformance selfcheck
+
+    Exit codes: 0 good, 1 a case failed, 2 wrong usage, something missing, or nothing that could be run.
     """
 
 
@@ -42,14 +51,12 @@ def _cases(path: str | None) -> tuple[Case, ...]:
     try:
         return language.own_cases() if path is None else language.cases_of(path)
     except TaptwiceError as error:
-        raise click.ClickException(error.detail) from error
+        raise Refused(error.detail) from error
 
 
 @conformance.command("run")
-@click.option(
-    "--app", default="fastapi", show_default=True, help="Reference application: fastapi, starlette, flask."
-)
-@click.option("--store", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
+@click.option("--app", help="Reference application: fastapi (default), starlette, flask.")
+@click.option("--store", type=click.Choice(["sqlite", "postgresql"]), help="Default: sqlite.")
 @click.option("--driver", help="Default: the application's usual one.")
 @click.option(
     "--server",
@@ -67,8 +74,8 @@ def _cases(path: str | None) -> tuple[Case, ...]:
 @click.option("--only", multiple=True, metavar="ID", help="Only this case; may be repeated.")
 @click.option("--json", "report", type=click.Path(dir_okay=False), help="Write the report here.")
 def run_(
-    app: str,
-    store: str,
+    app: str | None,
+    store: str | None,
     driver: str | None,
     server: str | None,
     url: str | None,
@@ -84,37 +91,61 @@ def run_(
     from taptwice.conformance.report import as_json, summary
     from taptwice.conformance.stack import default_driver
 
-    cases = [case for case in _cases(path) if not only or case.id in only]
-    if missing := set(only) - {case.id for case in cases}:
-        raise click.ClickException(f"no case {', '.join(sorted(missing))}")
+    cases = _chosen(_cases(path), only)
     if (url is None) != (map_ is None) or (url is None and callers):
         raise click.UsageError("--url, --map and --as belong together")
+    if url is not None and (app or store or driver):
+        raise click.UsageError(
+            "--app, --store and --driver are for the reference applications, not for --url"
+        )
+    if report is not None and not Path(report).absolute().parent.is_dir():
+        raise Refused(f"--json {report}: there is no such folder")
     try:
         if url is not None and map_ is not None:
             results = asyncio.run(_run_foreign(cases, url, Path(map_).read_text("utf-8"), callers, yes))
             title = url
         else:
+            app, store = app or "fastapi", store or "sqlite"
             driver = driver or default_driver(app, store)
             results = asyncio.run(_run(cases, app, store, driver, server or "", client))
             title = f"{app} on {store} through {driver}; client {client}"
     except TaptwiceError as error:
-        raise click.ClickException(error.detail) from error
+        raise Refused(error.detail) from error
     if report is not None:
         Path(report).write_text(as_json(results), "utf-8")
     click.echo(f"\n{title}\n{summary(results)}")
     if any(result.status == "failed" for result in results):
         raise SystemExit(1)
+    if all(result.status == "skipped" for result in results):
+        raise Refused("every case was skipped: nothing is proven; the reasons are above")
+
+
+def _chosen(cases: tuple[Case, ...], only: tuple[str, ...]) -> list[Case]:
+    """The cases of these names, whose case does not matter; all of them without any."""
+    wanted = {name.lower() for name in only}
+    if missing := wanted - {case.id.lower() for case in cases}:
+        raise Refused(f"no case {', '.join(sorted(name for name in only if name.lower() in missing))}")
+    return [case for case in cases if not only or case.id.lower() in wanted]
 
 
 async def _run(
     cases: list[Case], app: str, store: str, driver: str, server: str, client: str
 ) -> list[Result]:
     from taptwice.conformance.clients.play import Clients
+    from taptwice.conformance.clients.words import for_clients
+    from taptwice.conformance.needed import check_client, check_server
     from taptwice.conformance.reference import Reference
     from taptwice.conformance.run import Runner
 
     clients = Clients(client)
-    async with Reference(app, store, driver, server) as target:
+    target = Reference(app, store, driver, server)
+    if any(map(for_clients, cases)):
+        check_client(client)
+    if all(map(for_clients, cases)):  # these need no server, and no libraries of one
+        return await _played(Runner(target, clients), cases)
+    check_server(app, store, driver)
+    async with target:
+        await target.begin()
         return await _played(Runner(target, clients), cases)
 
 
@@ -134,11 +165,11 @@ async def _run_foreign(
     cases: list[Case], url: str, text: str, callers: tuple[str, ...], yes: bool
 ) -> list[Result]:
     from taptwice.conformance.foreign import Foreign, writes
-    from taptwice.conformance.routes import Routes
+    from taptwice.conformance.maps import read
     from taptwice.conformance.run import Runner
 
-    async with Foreign(url, Routes.read(text), callers) as target:
-        left = [case for case in cases if case.strange or not list(target.not_offered(case))]
+    async with Foreign(url, read(text, cases), callers, cases) as target:
+        left = [case for case in cases if not case.strange and not list(target.not_offered(case))]
         click.echo(f"{len(left)} of {len(cases)} cases can be run; they send {writes(left)} writes to {url}")
         if target.commands:
             click.echo(f"its control interface offers {', '.join(sorted(target.commands))}")
@@ -160,13 +191,16 @@ def serve(app: str, store: str, driver: str | None, server: str | None, port: in
     try:
         asyncio.run(_serve(app, store, driver or default_driver(app, store), server or "", port))
     except TaptwiceError as error:
-        raise click.ClickException(error.detail) from error
+        raise Refused(error.detail) from error
 
 
 async def _serve(app: str, store: str, driver: str, server: str, port: int) -> None:
+    from taptwice.conformance.needed import check_server
     from taptwice.conformance.reference import Reference
 
-    async with Reference(app, store, driver, server, port) as target:
+    served = Reference(app, store, driver, server, port)
+    check_server(app, store, driver)
+    async with served as target:
         address = await target.served()
         click.echo(f"{app} on {store} through {driver}: http://{address[0]}:{address[1]}")
         ended = asyncio.Event()
@@ -223,9 +257,7 @@ def explain(name: str, path: str | None) -> None:
     """The rule of a case, its source, and the exchange that is expected."""
     from taptwice.conformance.report import explained
 
-    found = next((case for case in _cases(path) if case.id == name), None)
-    if found is None:
-        raise click.ClickException(f"no case {name}")
+    found, *_ = _chosen(_cases(path), (name,))
     click.echo(explained(found))
 
 

@@ -20,6 +20,7 @@ from taptwice import drivers, sql
 from taptwice.conformance import tables
 from taptwice.core.plan import run
 from taptwice.core.policy import seconds
+from taptwice.errors import Misuse
 from taptwice.flows.migrate import migrate
 
 
@@ -89,7 +90,11 @@ class PostgresqlDatabase:
     async def start(self) -> None:
         import psycopg
 
-        with psycopg.connect(self._server, autocommit=True) as admin:
+        try:
+            admin = psycopg.connect(self._server, autocommit=True)
+        except psycopg.Error as error:
+            raise Misuse(f"--server: {' '.join(str(error).split())}") from error
+        with admin:
             admin.execute(f"CREATE DATABASE {self._name} TEMPLATE template0")
         # What the application meets as a read-only server is not meant for us.
         self._connection = psycopg.connect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,10 +50,17 @@ _LIMITS = frozenset({"store", "wait_max", "pool_size"})
 """Settings that need not be the same: the first is looked at by itself, the others only bound a time."""
 
 
+REACH = 10
+"""Seconds that the first connection may take."""
+
+
 class Foreign:
     """A server with an address. Entered with ``async with``."""
 
-    def __init__(self, url: str, routes: Routes, callers: Iterable[str] = ()) -> None:
+    def __init__(
+        self, url: str, routes: Routes, callers: Iterable[str] = (), cases: Iterable[Case] = ()
+    ) -> None:
+        """`callers`: as of ``--as``; `cases`: that may name others than the language."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Misuse(f"not the URL of a server: {url!r}; write https://host/base")
@@ -60,6 +68,11 @@ class Foreign:
         self._base = parts.path.rstrip("/")
         self._routes = routes
         self._callers = dict(map(_caller, callers))
+        self._url = url
+        sent = {each["as"]: None for case in cases for each in case.requests() if each.get("as") is not None}
+        known = {**dict.fromkeys(language.language()["callers"]), **sent}.keys() - {"null"}
+        for caller in self._callers.keys() - known:
+            raise Misuse(f"--as {caller}: no case has this caller; there are {', '.join(sorted(known))}")
         self._run = secrets.token_hex(8)
         self._given: Mapping[str, Any] = {}
         self._deployed: dict[str, Any] = {}
@@ -70,6 +83,7 @@ class Foreign:
         self._tls = Proxy(*self.address, ssl.create_default_context()) if parts.scheme == "https" else None
 
     async def __aenter__(self) -> Self:
+        await self._reach()
         if self._tls is not None:
             await self._tls.start()
             self.address = ("127.0.0.1", self._tls.port)
@@ -80,6 +94,18 @@ class Foreign:
         if self._tls is not None:
             self.commands -= {"arm"}  # the server does not see the ports that we connect from
         return self
+
+    async def _reach(self) -> None:
+        """Connect once, so that an address where nobody listens is no failure of each case."""
+        context = ssl.create_default_context() if self._tls is not None else None
+        try:
+            async with asyncio.timeout(REACH):
+                _, writer = await asyncio.open_connection(*self.address, ssl=context)
+        except TimeoutError as error:
+            raise Misuse(f"cannot reach {self._url}: no connection within {REACH} s") from error
+        except OSError as error:
+            raise Misuse(f"cannot reach {self._url}: {error}") from error
+        writer.close()
 
     async def __aexit__(self, *_: object) -> None:
         if self._tls is not None:

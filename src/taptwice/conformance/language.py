@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from taptwice.conformance import shape
 from taptwice.conformance.words import (
     EFFECTS,
     GROUP,
@@ -101,8 +102,10 @@ def cases_of(path: str | Path) -> tuple[Case, ...]:
 def parse(text: str) -> tuple[Case, ...]:
     """The cases of a JSON text. Raises ValueError."""
     listed = json.loads(text)
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and "id" in each for each in listed):
-        raise ValueError("not a list of cases, each an object with an id")
+    if not isinstance(listed, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("id"), str) for each in listed
+    ):
+        raise ValueError("not a list of cases, each an object with an id, which is a text")
     return tuple(map(_case, listed))
 
 
@@ -112,6 +115,8 @@ _FIELDS = frozenset(
 
 
 def _case(raw: Mapping[str, Any]) -> Case:
+    if ill := tuple(shape.wrong(raw)):
+        return Case(raw["id"], "not well-formed", "", strange=ill)  # nothing of it is looked at
     known = {name: raw[name] for name in _FIELDS & raw.keys()}
     for name in ("modes", "when"):
         if name in known:

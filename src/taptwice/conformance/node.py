@@ -18,6 +18,10 @@ START = 30
 """Seconds that a process may take until it listens."""
 
 
+class NotStarted(RuntimeError):
+    """A server process that ended before it listened."""
+
+
 class Node:
     """One process. It is made anew by `start` when it is gone, on the same database."""
 
@@ -58,7 +62,9 @@ class Node:
         async with asyncio.timeout(START):
             line = await self._process.stdout.readline()
         if not line.startswith(b"ready "):
-            raise RuntimeError("the server process did not start; its errors are above")
+            raise NotStarted(
+                line.decode().strip() or "the server process did not start; its errors are above"
+            )
         self.address = ("127.0.0.1", int(line.split()[1]))
 
     async def tell(self, command: str, **words: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from taptwice.conformance import tables, wire
 from taptwice.conformance.database import Database, PostgresqlDatabase, SqliteDatabase
 from taptwice.conformance.judge import Observed
 from taptwice.conformance.language import Case
-from taptwice.conformance.node import Node
+from taptwice.conformance.node import Node, NotStarted
 from taptwice.conformance.offered import not_offered
 from taptwice.conformance.postgresql import OwnServer
 from taptwice.conformance.settings import Settings
@@ -119,11 +119,19 @@ class Reference:
         for region in self._regions:
             await (await self._database(region)).execute(*tables.emptying())
 
-    async def served(self) -> tuple[str, int]:
-        """Start one process with the settings of the language, for whoever comes; its address."""
+    async def begin(self) -> None:
+        """Start the first process. Raises `Misuse` if it does not start: no case could then be played."""
         database = await self._database(MAIN)
         node = self._all[MAIN, "node1", self._kept] = Node(self.app, self._driver, database.dsn, self._port)
-        await node.configure({}, {})
+        try:
+            await node.configure({}, {})
+        except NotStarted as error:
+            raise Misuse(str(error)) from error
+
+    async def served(self) -> tuple[str, int]:
+        """Start one process with the settings of the language, for whoever comes; its address."""
+        await self.begin()
+        node = self._all[MAIN, "node1", self._kept]
         await node.tell("empty")
         return node.address
 

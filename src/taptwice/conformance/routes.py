@@ -7,9 +7,9 @@ A map names a route of the reference application, and what it is called there:
      "transfer": {"path": "/transfers", "body": {"from": "{from}", "to": "{to}", "amount": "{amount}"}},
      "settings": {"in_flight": "conflict"}}
 
-In a body, ``{amount}`` is the amount in cents of the case, ``{from}`` its member of that name. A body may be
-text as well. `status` is what stands for the reference application's 201. `settings` are those that differ
-from the defaults of the language.
+In a body or a path, ``{amount}`` is the amount in cents of the case, ``{from}`` its member of that name. A
+body may be text as well. `status` is what stands for the reference application's 201. `settings` are those
+that differ from the defaults of the language.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 from taptwice.conformance.language import Case
-from taptwice.conformance.words import SETTINGS
-from taptwice.errors import Misuse
 
 ROUTES: Mapping[str, re.Pattern[str]] = {
     name: re.compile(path.replace("{id}", r"(?P<id>[^/?]+)") + r"(?P<query>\?.*)?")
@@ -52,7 +51,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route of the server."""
+    """One route of the server, as `taptwice.conformance.maps` reads it."""
 
     path: str
     method: str = "POST"
@@ -67,20 +66,6 @@ class Routes:
     named: Mapping[str, Route]
     settings: Mapping[str, Any]
 
-    @classmethod
-    def read(cls, text: str) -> Routes:
-        """The routes of a map. Raises `Misuse`."""
-        try:
-            raw = dict(json.loads(text))
-            settings = raw.pop("settings", {})
-            named = {name: Route(**each) for name, each in raw.items()}
-        except (ValueError, TypeError) as error:
-            raise Misuse(f"cannot read the map: {error}") from error
-        if unknown := (named.keys() - ROUTES.keys()) | (settings.keys() - SETTINGS.keys()):
-            names = ", ".join(sorted(unknown))
-            raise Misuse(f"the map names {names}; there are {', '.join(ROUTES)} and the language's settings")
-        return cls(named, settings)
-
     def missing(self, case: Case, fresh: bool) -> Iterator[str]:
         """Why a case cannot be put in the words of this server. `fresh`: its keys must be new ones."""
         for request in case.requests():
@@ -90,15 +75,20 @@ class Routes:
                 continue
             if fresh and len(_bare(str(request.get("key", "")))) == 1:
                 yield "its key is too short to be made one that was never used"
-            template = found[1].body
+            template, path = found[1].body, found[1].path
+            if "body" in request and places(path) - {"id"}:
+                yield "the case gives the body in bytes, and the path of the map has members of it"
             if template is None:
                 continue
-            members = request.get("json", {}).keys() if isinstance(request.get("json"), dict) else set()
-            left = members - {name for place in _places(template) for name in (place, f"{place}_cents")}
-            if needed := left & MEANING:
-                yield f"no {{{', '.join(sorted(needed))}}} in the body of the map"
+            sent = request.get("json")
+            left = [
+                name for name in (sent if isinstance(sent, dict) else ()) if name not in _used(template, path)
+            ]
+            put = ", ".join(f"{{{name.removesuffix('_cents')}}}" for name in left)
+            if MEANING & set(left):
+                yield f"no {put} in the body of the map: put {put} into body"
             elif left and not isinstance(template, dict):
-                yield f"no place for {', '.join(sorted(left))} in the body of the map"
+                yield f"put {put} into body"
             elif "body" in request and not isinstance(template, dict):
                 yield "the case gives the body in bytes, and the body of the map is text"
 
@@ -140,7 +130,7 @@ class Routes:
             return dict(request)
         match, route = found
         statuses[name] = route.status
-        path = route.path.replace("{id}", match.groupdict().get("id") or "") + (match["query"] or "")
+        path = _path(route.path, match.groupdict().get("id") or "", match["query"] or "", request.get("json"))
         made = {**request, "path": path, "method": request.get("method", route.method)}
         if request.get("method", "POST") == "POST":
             made["method"] = route.method
@@ -151,23 +141,44 @@ class Routes:
                 [line, salted(value, salt) if "idempotency-key" in line.lower() else value]
                 for line, value in request["headers"]
             ]
-        if route.body is not None and (body := _body(route.body, request)):
+        if route.body is not None and (body := _body(route, request)):
             made.pop("json", None)
             made.update(body)
         return made
 
 
-def _places(template: Any) -> set[str]:
+def places(template: Any) -> set[str]:
+    """The names in braces."""
     return set(_PLACE.findall(json.dumps(template)))
 
 
-def _body(template: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+def _used(*templates: Any) -> set[str]:
+    return {name for place in places(templates) for name in (place, f"{place}_cents")}
+
+
+def _path(template: str, id_: str, query: str, given: Any) -> str:
+    """The path of a request. A parameter of the template's query that the case does not give is left out."""
+    members = {**(given if isinstance(given, dict) else {}), "id": id_}
+
+    def filled(text: str) -> str:
+        return _PLACE.sub(lambda m: quote(str(_member(members, m[1])), safe=""), text)
+
+    def is_given(part: str) -> bool:
+        return all(_member(members, place) is not _LEFT_OUT for place in _PLACE.findall(part))
+
+    path, _, own = template.partition("?")
+    parts = [*(filled(part) for part in own.split("&") if part and is_given(part)), query.removeprefix("?")]
+    joined = "&".join(filter(None, parts))
+    return filled(path) + (f"?{joined}" if joined or query else "")
+
+
+def _body(route: Route, request: Mapping[str, Any]) -> dict[str, Any]:
     """The words of a request that describe its body."""
-    given = request.get("json")
+    given, template = request.get("json"), route.body
     if isinstance(template, str) and isinstance(given, dict):
         return {"body": _PLACE.sub(lambda m: str(_member(given, m[1])), template)}
     if isinstance(given, dict):
-        used = {name for place in _places(template) for name in (place, f"{place}_cents")}
+        used = _used(template, route.path)
         extra = {name: value for name, value in given.items() if name not in used}
         return {"json": {**_rendered(template, given), **extra}}
     if "body" in request and isinstance(template, dict):

@@ -63,9 +63,13 @@ class Runner:
             return await self._clients.run(case)
         if case.strange:
             return Result(case, "failed", f"not in the language: {', '.join(case.strange)}")
-        if reasons := list(self._target.not_offered(case)):
-            return Result(case, "skipped", "; ".join(reasons))
-        return await judged(self._target.translated(case), self._play)
+        try:
+            if reasons := list(self._target.not_offered(case)):
+                return Result(case, "skipped", "; ".join(reasons))
+            here = self._target.translated(case)
+        except Exception as error:  # as in `judged`
+            return Result(case, "failed", _unplayable(error))
+        return await judged(here, self._play)
 
     async def _play(self, case: Case) -> Observed:
         await self._target.ready(case)
@@ -91,8 +95,12 @@ async def judged(case: Case, play: Callable[[Case], Awaitable[Observed]]) -> Res
     except RuntimeError as error:
         differences = [str(error)]
     except Exception as error:  # a case that is not well-formed ends itself, not the run
-        differences = [f"cannot be played: {type(error).__name__}: {error}"]
+        differences = [_unplayable(error)]
     status = "failed" if differences else "passed"
     if not differences and seen is not None and seen.uncounted and UNCOUNTED & case.then.keys():
         differences = ["judged by its answers alone: what the server keeps cannot be counted"]
     return Result(case, status, "; ".join(differences), time.monotonic() - started, seen)
+
+
+def _unplayable(error: Exception) -> str:
+    return f"cannot be played: {type(error).__name__}: {error}"

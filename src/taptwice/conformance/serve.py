@@ -1,6 +1,6 @@
 """One process of the suite: ``python -m taptwice.conformance.serve``, told what to do by its environment.
 
-It prints ``ready PORT`` when it listens, and ends with its standard input.
+It prints ``ready PORT`` when it listens, or in one line why it cannot, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ async def main() -> None:
         create = functools.partial(create, damage)
     control = Control(create, asked["driver"], asked["dsn"])
     await control.do_configure(asked["given"], asked["deployed"])
-    listening = socket.create_server(("127.0.0.1", asked["port"]), backlog=512)
+    try:
+        listening = socket.create_server(("127.0.0.1", asked["port"]), backlog=512)
+    except OSError as error:
+        print(f"cannot listen on port {asked['port']} ({error.strerror}): name another with --port")
+        return
     config = uvicorn.Config(
         control,
         lifespan="off",

@@ -126,7 +126,13 @@ def _once(
         if wrong:
             failures += (f"{at_once} at once: {text}" for text in wrong)
             break
+    if failures and first.status in _DOUBTS:
+        failures.insert(0, f"the first request was answered {first.status}: {_DOUBTS[first.status]}")
     return Verdict(f"{call} does not happen once", failures, first)
+
+
+_DOUBTS = {404: "is the path right?", 405: "is the method right?", 422: "is the request valid?"}
+"""First answers that are seldom what a test wants to see repeated."""
 
 
 def unproven(first: Answer, effect: Change) -> str | None:
