@@ -85,7 +85,7 @@ def test_what_type_checkers_see_is_what_is_there() -> None:
     }
     assert set(seen) == set(taptwice.__all__) - {"__version__"}
     for name, home in seen.items():
-        assert getattr(sys.modules[home], name) is getattr(taptwice, name)
+        assert getattr(importlib.import_module(home), name) is getattr(taptwice, name)
 
 
 def test_the_errors_are_all_in_one_tree_and_the_drawing_shows_them() -> None:
