@@ -267,7 +267,7 @@ def _as_json(found: Inspected, body: bool) -> dict[str, Any]:
         "created_at": time_text(record.created_at),
         "expires_at": time_text(found.expires_at),
         "header_names": [name for name, _ in answer.headers],
-        "headers_bytes": _size(pack_headers(answer.headers)),
+        "headers_bytes": len(pack_headers(answer.headers)),
         "body_bytes": _size(answer.body),
         "tombstone": answer.body is None,
     }
@@ -289,7 +289,7 @@ def _as_text(found: Inspected, body: bool) -> str:
         "status": str(answer.status),
         "created": time_text(record.created_at),
         "expires": time_text(found.expires_at),
-        "headers": f"{names} ({_size(pack_headers(answer.headers))} bytes)",
+        "headers": f"{names} ({len(pack_headers(answer.headers))} bytes)",
         "body": size,
     }
     shown = [f"{name:<11}  {harmless(value)}" for name, value in lines.items()]

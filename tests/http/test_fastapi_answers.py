@@ -524,7 +524,7 @@ async def test_events_in_the_clear(stack: Stack) -> None:
     async with stack.client(work_of_one_row, once) as client:
         await client.charge()
     assert {(event.account, event.key) for event in stack.events} == {("acct_1", "key-1")}
-    assert stack.rows("SELECT account, key FROM taptwice_records") == [(None, None)]
+    assert stack.rows("SELECT account, key FROM taptwice_records") == [("", "")]
 
 
 @BOTH

@@ -99,7 +99,7 @@ def test_sqlite_prepares(sqlite: sqlite3.Connection, name: str) -> None:
 def filled(postgres: Postgres) -> None:
     postgres.execute(
         "INSERT INTO taptwice_records SELECT md5(n::text)::uuid, now(), now() + n * interval '1 s', 1, 201,"
-        " '', 'a', n::text FROM generate_series(1, %s) AS n",
+        " '', 'a', n::text, '' FROM generate_series(1, %s) AS n",
         (ROWS,),
     )
     postgres.execute("ANALYZE taptwice_records")
@@ -214,7 +214,7 @@ def test_the_migrations_end_in_the_schema_of_postgresql(postgres: Postgres) -> N
         " WHERE table_name = 'taptwice_records' ORDER BY ordinal_position"
     )
     types = ["uuid", "timestamptz", "timestamptz", "int2", "int2", "bytea", "text", "text", "bytea", "bytea"]
-    nullable = ["NO"] * 6 + ["YES"] * 4
+    nullable = ["NO"] * 9 + ["YES"]
     assert columns == list(zip(COLUMNS, types, nullable, strict=True))
     assert rows("SELECT indexname FROM pg_indexes WHERE tablename = 'taptwice_records' ORDER BY 1") == [
         ("taptwice_records_expires_at",),
@@ -236,7 +236,7 @@ def test_the_migrations_end_in_the_schema_of_sqlite(sqlite: sqlite3.Connection) 
         "SELECT name, type, \"notnull\" FROM pragma_table_info('taptwice_records')"
     ).fetchall()
     types = ["BLOB", "REAL", "REAL", "INTEGER", "INTEGER", "BLOB", "TEXT", "TEXT", "BLOB", "BLOB"]
-    assert columns == list(zip(COLUMNS, types, [1] * 6 + [0] * 4, strict=True))
+    assert columns == list(zip(COLUMNS, types, [1] * 9 + [0], strict=True))
     indexes = sqlite.execute("SELECT name FROM pragma_index_list('taptwice_records') ORDER BY 1").fetchall()
     assert indexes == [("sqlite_autoindex_taptwice_records_1",), ("taptwice_records_expires_at",)]
     assert sqlite.execute("SELECT name FROM taptwice_migrations ORDER BY 1").fetchall() == names("sqlite")

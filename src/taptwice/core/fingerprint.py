@@ -152,14 +152,13 @@ def _fingerprint(rules: Rules, *parts: bytes) -> Fingerprint:
     return Fingerprint(rules.version, sha256(_pack(parts)).digest())
 
 
-def _size(number: int) -> bytes:
-    return number.to_bytes(8, "big")
-
-
 def _pack(parts: Iterable[bytes]) -> bytes:
     """The parts as one part. No two lists of parts are packed into the same bytes."""
     parts = tuple(parts)
-    return b"".join((_size(len(parts)), *(piece for part in parts for piece in (_size(len(part)), part))))
+    pieces = [len(parts).to_bytes(8, "big")]
+    for part in parts:
+        pieces += (len(part).to_bytes(8, "big"), part)
+    return b"".join(pieces)
 
 
 def _utf8(text: str) -> bytes:

@@ -78,12 +78,12 @@ class Record:
     created_at: float
 
 
-def pack_headers(headers: Headers) -> bytes | None:
-    """Header lines as bytes, one a line; None when there is none, which takes no room in a row."""
-    return "\n".join(f"{name}:{value}" for name, value in headers).encode("latin-1") if headers else None
+def pack_headers(headers: Headers) -> bytes:
+    """Header lines as bytes, one a line."""
+    return "\n".join([f"{name}:{value}" for name, value in headers]).encode("latin-1")
 
 
-def unpack_headers(packed: bytes | None) -> Headers:
+def unpack_headers(packed: bytes) -> Headers:
     """The reverse of `pack_headers`."""
     if not packed:
         return ()

@@ -8,7 +8,6 @@ that saving it costs no further trip.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,9 +125,11 @@ class AsyncpgExecutor(Awaiting):
 
     async def together(self, command: plan.Together) -> tuple[Any, ...]:
         match command.commands:
-            case (*first, plan.Query("insert") as insert, plan.Commit()) if _fits(insert):
+            case (*first, plan.Query("insert", parameters), plan.Commit()) if _fits(
+                given := dict(parameters)
+            ):
                 before = [await self.execute(each) for each in first]
-                await self._save_and_commit(insert)
+                await self._save_and_commit(given)
                 return (*before, ((1,),), None)
             case _:
                 return await super().together(command)
@@ -181,7 +182,7 @@ class AsyncpgExecutor(Awaiting):
         with committing(self.handle):
             await transaction.commit()
 
-    async def _save_and_commit(self, insert: plan.Query) -> None:
+    async def _save_and_commit(self, given: dict[str, Value]) -> None:
         """INSERT and COMMIT in one trip. `Torn`: nothing was saved, and whatever was open is committed."""
         connection = self.handle
         if is_lost(connection):
@@ -189,7 +190,7 @@ class AsyncpgExecutor(Awaiting):
         if not connection.is_in_transaction():
             raise Torn
         with committing(connection):
-            status = await connection.execute(f"{_saving(insert)}; COMMIT; {_torn(insert)}")
+            status = await connection.execute(_saving(given))
         # Its own commit() would be a further trip: all that this does besides is to forget the transaction.
         transaction, self._transaction = self._transaction, None
         transaction._connection._top_xact = None
@@ -222,25 +223,22 @@ class AsyncpgExecutor(Awaiting):
             logger.warning("a connection to PostgreSQL could not be given back", exc_info=True)
 
 
-def _fits(insert: plan.Query) -> bool:
-    body = dict(insert.parameters).get("body")
+def _fits(given: dict[str, Value]) -> bool:
+    body = given["body"]
     return not isinstance(body, bytes) or len(body) <= LARGEST_LITERAL
 
 
-def _saving(insert: plan.Query) -> str:
-    given = dict(insert.parameters)
-    return _INSERT % {name: literal(given[name]) for name in STATEMENTS["insert"].parameters}
+def _saving(given: dict[str, Value]) -> str:
+    """INSERT, COMMIT, and a look whether `taptwice_save` met a transaction that is not the claim's.
 
-
-def _torn(insert: plan.Query) -> str:
-    """Gives a row when `taptwice_save` met a transaction that is not the claim's.
-
-    Of several statements asyncpg shows the number of rows of the last one alone, by the simple protocol. The
-    setting is left to the session in that case, and says nothing of any other claim.
+    Of several statements asyncpg shows the number of rows of the last one alone, by the simple protocol: so
+    that one gives a row where nothing was saved. The setting is left to the session in that case, and says
+    nothing of any other claim.
     """
-    given: dict[str, Any] = dict(insert.parameters)
-    claim = f"'{uuid.UUID(bytes=given['id'])}/' || CAST({literal(given['begun'])} AS float8)::text"
-    return f"SELECT 1 WHERE current_setting('taptwice.torn', true) = {claim}"
+    literals = {name: literal(value) for name, value in given.items()}
+    id_ = f"CAST(encode({literals['id']}, 'hex') AS uuid)::text"
+    claim = f"{id_} || '/' || CAST({literals['begun']} AS float8)::text"
+    return f"{_INSERT % literals}; COMMIT; SELECT 1 WHERE current_setting('taptwice.torn', true) = {claim}"
 
 
 def literal(value: Value) -> str:

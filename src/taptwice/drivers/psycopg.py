@@ -256,7 +256,7 @@ class AsyncPsycopgExecutor(Awaiting):
         cursor = self.handle.cursor(row_factory=tuple_row)
         with ASKING:
             await cursor.execute(statement.text, statement.named(command))
-            return tuple(await cursor.fetchall()) if cursor.description else ()
+            return tuple(await cursor.fetchall()) if cursor.rownumber is not None else ()
 
     async def script(self, command: plan.Script) -> None:
         await self._run(command.text)
@@ -320,7 +320,8 @@ class AsyncPsycopgExecutor(Awaiting):
 
 
 def _rows(cursor: psycopg.Cursor[Any]) -> Rows:
-    return tuple(cursor.fetchall()) if cursor.description else ()
+    # Not `description`, which makes an object for each column.
+    return tuple(cursor.fetchall()) if cursor.rownumber is not None else ()
 
 
 class PsycopgSource:

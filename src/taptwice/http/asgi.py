@@ -127,7 +127,7 @@ async def to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
     Behind a request that is cancelled its dependencies close the session, on which this may be working: the
     work would be rolled back and its answer committed.
     """
-    working = asyncio.ensure_future(work)
+    working = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:

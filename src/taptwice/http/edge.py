@@ -80,10 +80,10 @@ class Holding:
     def _can_be_held(self, start: Message) -> bool:
         if start["status"] in BODILESS:
             return True
-        headers = {name.lower(): value for name, value in start.get("headers", ())}
-        length = headers.get(b"content-length")
-        if length is None:
+        lengths = [value for name, value in start.get("headers", ()) if name.lower() == b"content-length"]
+        if not lengths:
             return self._policy.streams == "capture"
+        length = lengths[-1]
         return length.isdigit() and int(length[:19]) <= self._policy.save_max_body
 
     def _body_so_far(self) -> tuple[Message, ...]:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from hashlib import sha256
 
 from taptwice.errors import InFlight
 from taptwice.http.exchange import RawHeaders
@@ -22,11 +21,12 @@ PER_KEY, PER_PROCESS = 128, 1024
 """How many requests wait on an event loop, where waiting costs a few kilobytes and a body each."""
 
 
-def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> Hashable:
+def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> int:
     """What makes two requests likely duplicates: method, path, raw key lines, and who sends them."""
     telling = _telling(names)
+    # Only a hash is kept while they wait: a login is nobody's business, and may be long.
     said = [(low, value) for name, value in headers if (low := name.lower()) in telling]
-    return method, path, sha256(repr(said).encode()).digest()
+    return hash((method, path, *said))
 
 
 @cache

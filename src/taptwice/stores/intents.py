@@ -99,6 +99,6 @@ def _intent(row: Row) -> Intent:
     answer = None
     if status is not None:
         kept = None if body is None else bytes(body)
-        answer = Answer(status, unpack_headers(None if headers is None else bytes(headers)), kept)
+        answer = Answer(status, unpack_headers(bytes(headers)), kept)
     asked = None if fingerprint is None else bytes(fingerprint)
     return Intent(name, key, asked, made_at, sent_at, done_at, dropped_at, answer, now)

@@ -123,8 +123,8 @@ class SqlStore:
             ("version", entry.fingerprint.version),
             ("status", entry.answer.status),
             ("fingerprint", digest),
-            ("account", entry.keyed.account if self.in_clear else None),
-            ("key", entry.keyed.key if self.in_clear else None),
+            ("account", entry.keyed.account if self.in_clear else ""),
+            ("key", entry.keyed.key if self.in_clear else ""),
             ("headers", pack_headers(entry.answer.headers)),
             ("body", entry.answer.body),
             ("now", self.now),
@@ -135,7 +135,7 @@ def _record(row: Sequence[Any]) -> Record:
     version, digest, status, headers, body, created_at = row
     answer = Answer(
         status,
-        unpack_headers(None if headers is None else bytes(headers)),
+        unpack_headers(bytes(headers)),
         None if body is None else bytes(body),
     )
     return Record(version, bytes(digest), answer, float(created_at))
@@ -143,4 +143,6 @@ def _record(row: Sequence[Any]) -> Record:
 
 def _inspected(row: Row) -> Inspected:
     identity, account, key, *record, expires_at = row
+    if not key:  # a key has a character at least: only the hash of the two is stored
+        account = key = None
     return Inspected(identity, account, key, _record(record), float(expires_at))

@@ -6,9 +6,9 @@ CREATE TABLE taptwice_records (
     fingerprint_version smallint    NOT NULL,
     status              smallint    NOT NULL,      -- HTTP status of the answer
     fingerprint         bytea       NOT NULL,      -- SHA-256 of the request
-    account             text,                      -- in the clear for support; null when only hashes are kept
-    key                 text,
-    headers             bytea,                     -- lines of name:value; null when there is none
+    account             text        NOT NULL,      -- in the clear for support; both empty when only hashes are kept
+    key                 text        NOT NULL,
+    headers             bytea       NOT NULL,      -- lines of name:value
     body                bytea                      -- bytes as they were sent; null: not kept (tombstone)
 );
 

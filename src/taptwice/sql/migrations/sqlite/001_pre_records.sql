@@ -6,9 +6,9 @@ CREATE TABLE taptwice_records (
     fingerprint_version INTEGER NOT NULL,
     status              INTEGER NOT NULL,              -- HTTP status of the answer
     fingerprint         BLOB    NOT NULL,              -- SHA-256 of the request
-    account             TEXT,                          -- in the clear for support; null when only hashes are kept
-    key                 TEXT,
-    headers             BLOB,                          -- lines of name:value; null when there is none
+    account             TEXT    NOT NULL,              -- in the clear for support; both empty when only hashes are kept
+    key                 TEXT    NOT NULL,
+    headers             BLOB    NOT NULL,              -- lines of name:value
     body                BLOB                           -- bytes as they were sent; null: not kept (tombstone)
 );
 
