@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from taptwice.events import Event, Listener, Outcome
     from taptwice.flows.current import KeyHashFilter
     from taptwice.flows.guard import AsyncGuard, Claim, Guard, fingerprint_of
-    from taptwice.http.exchange import NotSaved
+    from taptwice.http.request import NotSaved
 
 __all__ = [
     "Answer",
@@ -86,7 +86,7 @@ _HOMES = {
     "events": ("Event", "Listener", "Outcome"),
     "flows.current": ("KeyHashFilter",),
     "flows.guard": ("AsyncGuard", "Claim", "Guard", "fingerprint_of"),
-    "http.exchange": ("NotSaved",),
+    "http.request": ("NotSaved",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -19,8 +19,9 @@ from taptwice.core.plan import Begin, Close
 from taptwice.core.policy import Policy
 from taptwice.errors import InFlight, Misuse
 from taptwice.events import Event, Outcome
-from taptwice.http.asgi import Driven, Idempotency, Threads, conducted_in, read_body
-from taptwice.http.exchange import NotSaved
+from taptwice.http.asgi import Idempotency, conducted_in, read_body
+from taptwice.http.driven import Driven, Threads
+from taptwice.http.request import NotSaved
 from tests.http.shop import (
     EVERY,
     Reply,

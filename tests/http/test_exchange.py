@@ -13,7 +13,9 @@ from taptwice.core.plan import Command, Plan, Query, run
 from taptwice.core.policy import Policy
 from taptwice.errors import CommitUnknown, Contention, InFlight, Misuse, StoreUnavailable, Torn
 from taptwice.events import Event, Outcome
-from taptwice.http.exchange import Exchange, NotSaved, Request, Settings
+from taptwice.http.exchange import Exchange
+from taptwice.http.request import NotSaved, Request
+from taptwice.http.settings import Settings
 from taptwice.stores.memory import MemoryDatabase, MemoryExecutor
 
 

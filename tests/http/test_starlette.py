@@ -31,7 +31,7 @@ from starlette.websockets import WebSocket
 from taptwice.core.model import Answer
 from taptwice.errors import Misuse
 from taptwice.events import Event, Outcome
-from taptwice.http.exchange import NotSaved
+from taptwice.http.request import NotSaved
 from taptwice.http.starlette import Idempotency
 from tests.http.shop import Shop, call, open_shop, postgres_query, postgres_tables, scope_of, sqlite_shop
 

@@ -21,7 +21,7 @@ from taptwice.errors import Misuse, RequestIncomplete, RequestTooLarge
 from taptwice.events import Event, Outcome
 from taptwice.flows.current import current
 from taptwice.http.edge import Reading
-from taptwice.http.exchange import NotSaved
+from taptwice.http.request import NotSaved
 from taptwice.http.wsgi import Idempotency, read_body, request_of
 from tests.http.serving import gunicorn
 from tests.http.shop import BLOCKING, Shop, open_shop, sqlite_shop

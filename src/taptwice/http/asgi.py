@@ -8,24 +8,23 @@ FastAPI and Starlette place the same edge around a route and claim at the call o
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Command, Flush, Now, Plan, Sleep, Together, arun, run
+from taptwice.core.plan import Flush
 from taptwice.core.policy import Policy, changed
-from taptwice.drivers import system
 from taptwice.errors import Misuse, RequestIncomplete, StoreUnavailable, TaptwiceError
 from taptwice.flows.current import current
 from taptwice.flows.retention import sweeping
+from taptwice.http.driven import Driven, Threads, to_its_end
 from taptwice.http.edge import Conclude, Holding, Message, Pass, Reading, messages_of
-from taptwice.http.exchange import Exchange, NotSaved, RawHeaders, Request, Settings, State
+from taptwice.http.exchange import Exchange, State, refused
 from taptwice.http.gate import AsyncGate, gate_key
+from taptwice.http.request import NotSaved, RawHeaders, Request
+from taptwice.http.settings import Settings
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -34,110 +33,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Result = TypeVar("Result")
 
 SCOPE_KEY = "taptwice.exchange"
-
-
-class Threads:
-    """Threads of our own for blocking drivers: the handlers may use up all of the framework's.
-
-    To begin may be to wait for a connection, which only somebody who ends gives back: so whatever does not
-    begin has threads of its own.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._beginning = ThreadPoolExecutor(number, thread_name_prefix="taptwice-begin")
-        self._others = ThreadPoolExecutor(number, thread_name_prefix="taptwice")
-
-    async def execute(self, executor: Any, command: Command[Result]) -> Result:
-        """Carry one command out."""
-        parts = command.commands if isinstance(command, Together) else (command,)
-        begins = any(isinstance(part, Begin) for part in parts)
-        return await _in(self._beginning if begins else self._others, executor.execute, command)
-
-    async def finish(self, executor: Any, plan: Plan[Result]) -> Result:
-        """Drive a whole plan that takes no connection."""
-        return await _in(self._others, run, plan, executor.execute)
-
-
-async def _in(pool: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any) -> Result:
-    context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(call, *arguments))
-
-
-class Driven:
-    """An executor on an event loop; one that blocks works in threads.
-
-    A thread cannot be cancelled. What was asked for is carried out, in order, whoever still awaits it:
-    two threads on one connection, or one on a connection that was given back, would work in a transaction
-    that is not theirs.
-    """
-
-    def __init__(self, executor: Any, blocking: bool, threads: Threads) -> None:
-        self.executor = executor
-        self._blocking = blocking
-        self._threads = threads
-        self._last: asyncio.Future[Any] | None = None
-
-    async def execute(self, command: Command[Any]) -> Any:
-        """Carry one command out."""
-        if not self._blocking:
-            return await self.executor.execute(command)
-        if isinstance(command, Now):
-            return system.now()
-        if isinstance(command, Sleep):
-            return await system.asleep(command.seconds)
-        return await self.call(self._threads.execute, self.executor, command)
-
-    async def finish(self, plan: Plan[Result]) -> Result:
-        """Drive a plan that takes no connection; whoever cancels this does not interrupt it."""
-        if self._blocking:
-            return await to_its_end(self.call(self._threads.finish, self.executor, plan))
-        return await to_its_end(arun(plan, self.executor.execute))
-
-    async def drive(self, plan: Plan[Result]) -> Result:
-        """Drive a plan. Cancelled, it gives back what it took before this returns.
-
-        A command that is cancelled ends there and then. What the plan does about it runs in a task of its
-        own: some cancel again and again, and would interrupt that too.
-        """
-        execute = self.execute if self._blocking else self.executor.execute
-
-        async def cancelled(error: BaseException) -> Result:
-            return await to_its_end(arun(plan, execute, thrown=error))
-
-        return await arun(plan, execute, cancelled=cancelled)
-
-    async def call(self, work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-        """Await what works on the connection, in its turn."""
-        mine = self._last = asyncio.ensure_future(_after(self._last, work, *arguments))
-        return await asyncio.shield(mine)
-
-
-async def _after(
-    last: asyncio.Future[Any] | None, work: Callable[..., Awaitable[Result]], *arguments: Any
-) -> Result:
-    if last is not None:
-        await asyncio.wait([last])
-        _ = last.cancelled() or last.exception()  # seen, if nobody awaits it any more
-    return await work(*arguments)
-
-
-async def to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await it in a task of its own, and when cancelled, however often, go on only when it has ended.
-
-    Behind a request that is cancelled its dependencies close the session, on which this may be working: the
-    work would be rolled back and its answer committed.
-    """
-    working = asyncio.get_running_loop().create_task(work)
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        while not working.done():
-            try:
-                await asyncio.wait([working])
-            except asyncio.CancelledError:
-                continue
-        _ = working.cancelled() or working.exception()
-        raise
 
 
 class Conducted:
@@ -237,7 +132,7 @@ class AsgiSettings(Settings):
             request.body = await read_body(receive, request.headers, policy.request_max_body)
             pass_on = await turn.__aenter__()
         except TaptwiceError as error:
-            for message in messages_of(self.refused(policy, request, error)):
+            for message in messages_of(refused(self, policy, request, error)):
                 await send(message)
             return
         try:
@@ -404,11 +299,11 @@ class Idempotency(AsgiSettings):
                 if answer is None:
                     await app(scope, receive, send)
                     return
-            except NotSaved as refused:
+            except NotSaved as unsaved:
                 if conducted.exchange.state is State.OVER:
                     raise  # too late: an answer is out
                 conducted.exchange.not_saved = True
-                answer = refused.answer
+                answer = unsaved.answer
             for message in messages_of(answer):
                 await send(message)
 

@@ -14,7 +14,7 @@ from typing import Any
 from taptwice.core.model import Answer, Headers
 from taptwice.core.policy import Policy
 from taptwice.errors import RequestIncomplete, RequestTooLarge
-from taptwice.http.exchange import RawHeaders
+from taptwice.http.request import RawHeaders
 
 Message = Mapping[str, Any]
 

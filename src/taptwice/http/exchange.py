@@ -10,27 +10,23 @@ Nothing here blocks or awaits: `claim`, `conclude` and `abandon` are plans, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from taptwice import drivers
 from taptwice.core import fingerprint
 from taptwice.core.header import (
     OMITTED,
     check_key,
-    has_key,
     is_random_uuid,
     key_age,
     parse_key,
     retry_after,
 )
-from taptwice.core.model import Answer, Keyed, is_account, key_hash
+from taptwice.core.model import Answer, Keyed, is_account
 from taptwice.core.plan import Begin, Commit, Plan, Release, Savepoint, ask
 from taptwice.core.policy import Policy
 from taptwice.core.problems import problem
-from taptwice.drivers import Source, system
+from taptwice.drivers import system
 from taptwice.errors import (
     AccountMissing,
     Contention,
@@ -44,109 +40,13 @@ from taptwice.errors import (
     TaptwiceError,
     Torn,
 )
-from taptwice.events import Event, Listener, Outcome, emit, is_heard, logger
+from taptwice.events import Event, Outcome, emit, is_heard, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current
 from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
+from taptwice.http.request import Request
+from taptwice.http.settings import Settings
 from taptwice.stores.sql import SqlStore
-
-RawHeaders = Sequence[tuple[bytes, bytes]]
-
-PROBLEM_BASE = "https://taptwice.dev/problems/"
-
-
-class NotSaved(Exception):
-    """Raised by a handler: send this answer, save nothing, undo the work, leave the key free.
-
-    `answer` is whatever the handler could have returned.
-    """
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__("an answer that is not saved")
-        self.answer = answer
-
-
-@dataclass(slots=True)
-class Request:
-    """What the edge knows of a request. `path` and `query` as they stood on the wire.
-
-    `body` is whole once it has been read.
-    """
-
-    method: str
-    path: bytes
-    route: str
-    query: bytes
-    headers: RawHeaders = field(repr=False)
-    body: bytes = field(repr=False, default=b"")
-
-    def has(self, name: str) -> bool:
-        wanted = name.lower().encode("latin-1")
-        return any(known.lower() == wanted for known, _ in self.headers)
-
-    def may_be_keyed(self, policy: Policy) -> bool:
-        """False: it passes without being read or queued."""
-        return policy.key_pointer is not None or has_key(self.headers, policy.key)
-
-
-class Settings:
-    """What all frameworks' `Idempotency` are told.
-
-    `origin`: a pool, engine or session maker, or a function that returns one or opens a connection.
-    `policy`: the defaults of its routes. `listeners` hear every `Event`. `in_clear` False keeps account
-    and key out of the table. `show` puts them in the clear into events. `strict` makes a torn claim and
-    stray work raise, after the answer is safe. `problems` is the URI in front of each problem's name.
-    """
-
-    bound: Source | None = None
-    """What takes the place of `source`, in tests: see `taptwice.testing.bound_to`."""
-
-    def __init__(
-        self,
-        origin: Any,
-        *,
-        policy: Policy | None = None,
-        listeners: Iterable[Listener] = (),
-        in_clear: bool = True,
-        show: bool = False,
-        strict: bool = False,
-        problems: str = PROBLEM_BASE,
-        clock: Callable[[], float | None] | None = None,
-    ) -> None:
-        self.origin = origin
-        self._source: Source | None = None
-        self.policy = policy or Policy()
-        self.listeners = tuple(listeners)
-        self.in_clear = in_clear
-        self.show = show
-        self.strict = strict
-        self.problems = problems
-        self.clock = clock
-        if not callable(origin) or isinstance(origin, type):
-            self._source = drivers.source(origin)  # a wrong origin fails where it is written
-
-    @property
-    def source(self) -> Source:
-        """Where connections come from; a function as origin is called at the first request."""
-        if self.bound is not None:
-            return self.bound
-        if self._source is None:
-            self._source = drivers.source(self.origin)
-        return self._source
-
-    def store(self) -> SqlStore:
-        return SqlStore(self.source.dialect, self.in_clear, None if self.clock is None else self.clock())
-
-    def shown(self, value: str) -> str:
-        """An account or a key as it may stand in events: hashed, unless told otherwise."""
-        return value if self.show else key_hash(value)
-
-    def refused(self, policy: Policy, request: Request, error: TaptwiceError) -> Answer:
-        """The answer to a request that does not come as far as its claim."""
-        exchange = Exchange(self, policy, request)
-        answer = exchange.refusal(error)
-        exchange.emit()
-        return answer
 
 
 class State(Enum):
@@ -450,6 +350,14 @@ class Exchange:
         if self._events:
             events, self._events = self._events, []
             emit(events, self.settings.listeners)
+
+
+def refused(settings: Settings, policy: Policy, request: Request, error: TaptwiceError) -> Answer:
+    """The answer to a request that does not come as far as its claim."""
+    exchange = Exchange(settings, policy, request)
+    answer = exchange.refusal(error)
+    exchange.emit()
+    return answer
 
 
 _OUTCOMES: tuple[tuple[type[TaptwiceError], Outcome], ...] = (

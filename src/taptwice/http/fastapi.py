@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 from taptwice.core.policy import Policy, changed
 from taptwice.errors import Misuse
 from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, conducted_in
-from taptwice.http.exchange import NotSaved
 from taptwice.http.openapi import describe
+from taptwice.http.request import NotSaved
 from taptwice.http.starlette import claim_and_call, connections, handed_over, session_maker, sessions
 
 __all__ = ["Idempotency", "IdempotentRoute", "NotSaved"]

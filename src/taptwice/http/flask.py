@@ -29,7 +29,7 @@ from taptwice.errors import Misuse
 from taptwice.flows.current import before_claims
 from taptwice.http import wsgi
 from taptwice.http.edge import Reading
-from taptwice.http.exchange import NotSaved, Request
+from taptwice.http.request import NotSaved, Request
 
 __all__ = ["Idempotency", "NotSaved"]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from taptwice.errors import InFlight
-from taptwice.http.exchange import RawHeaders
+from taptwice.http.request import RawHeaders
 
 PER_KEY, PER_PROCESS = 128, 1024
 """How many requests wait on an event loop, where waiting costs a few kilobytes and a body each."""

@@ -27,9 +27,10 @@ from taptwice.core.plan import Begin, Commit
 from taptwice.core.policy import Policy, changed
 from taptwice.errors import Misuse
 from taptwice.flows.transaction import TURN, abandon
-from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, Driven, conducted_in
+from taptwice.http.asgi import SCOPE_KEY, AsgiSettings, Conducted, conducted_in
+from taptwice.http.driven import Driven
 from taptwice.http.edge import BODILESS
-from taptwice.http.exchange import NotSaved
+from taptwice.http.request import NotSaved
 
 
 def response_of(answer: Answer) -> Response:

@@ -26,8 +26,10 @@ from taptwice.errors import InFlight, Misuse, RequestError, RequestIncomplete
 from taptwice.flows.current import current
 from taptwice.flows.retention import Sweeping, sweeping
 from taptwice.http.edge import BODILESS, Conclude, Hold, Holding, Message, Reading, messages_of
-from taptwice.http.exchange import Exchange, NotSaved, Request, Settings, State
+from taptwice.http.exchange import Exchange, State, refused
 from taptwice.http.gate import ThreadGate, gate_key
+from taptwice.http.request import NotSaved, Request
+from taptwice.http.settings import Settings
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -151,7 +153,7 @@ class WsgiSettings(Settings):
                     key = gate_key(request.method, request.path, request.headers, policy.key.names)
                     turn.enter_context(self.gate.turn(key, policy.wait_s))
                 except (RequestError, InFlight) as error:
-                    return answered(self.refused(policy, request, error))
+                    return answered(refused(self, policy, request, error))
             exchange = Exchange(self, policy, request)
             conducted = environ[ENVIRON_KEY] = Conducted(exchange, self.gate)
             token = current.set(exchange.current)
@@ -362,8 +364,8 @@ class Idempotency(WsgiSettings):
                     whose = account(environ)
                     if parse is not None:
                         parse(conducted.exchange.request.body)
-                except NotSaved as refused:
-                    return answered(refused.answer)
+                except NotSaved as unsaved:
+                    return answered(unsaved.answer)
                 answer = conducted.claim(whose)
                 return (
                     through(app, environ, start_response, conducted) if answer is None else answered(answer)

@@ -26,7 +26,7 @@ from taptwice.core.plan import (
 from taptwice.drivers.base import USED_OUTSIDE
 from taptwice.errors import Busy, Misuse
 from taptwice.events import Event
-from taptwice.http.exchange import Settings
+from taptwice.http.settings import Settings
 from taptwice.sql import Dialect
 from taptwice.stores.memory import MemoryDatabase
 

@@ -15,7 +15,7 @@ from taptwice.drivers import Source
 from taptwice.errors import Misuse
 from taptwice.faults import Fault, Kind
 from taptwice.faults.commands import AsyncFaultyExecutor, Fate, FaultyExecutor
-from taptwice.http.exchange import Settings
+from taptwice.http.settings import Settings
 from taptwice.sql import Dialect
 from taptwice.testing.calls import Answer, Call, Outcome, answered, differences, new_key
 from taptwice.testing.effects import Counting, change, words
