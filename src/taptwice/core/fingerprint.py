@@ -39,7 +39,7 @@ PARTS: Final = ("method", "path", "query", "media_type", "body")
 MAX_DEPTH: Final = 100
 MAX_FIELDS: Final = 10_000
 MAX_PART_HEADER: Final = 16_384  # bytes
-MAX_VALUES: Final = 1_000_000
+MAX_VALUES: Final = 100_000  # of which each may cost 280 bytes for a moment
 _MAX_EXPONENT = 20  # characters
 
 _ESCAPES = re.compile(rb"(?:%[0-9A-Fa-f]{2}){1,1000}")
