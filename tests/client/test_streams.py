@@ -158,6 +158,26 @@ def test_the_response_tells_of_the_attempt_that_it_is_read_from(library: Any) ->
         assert response.num_bytes_downloaded == 5
 
 
+def test_an_event_hook_that_reads_the_repeat() -> None:
+    heard: list[Attempted | Ended] = []
+
+    def hook(response: httpx2.Response) -> None:
+        if len(server.requests) == 2:
+            response.read()
+
+    hooks = {"response": [hook]}
+    with (
+        ScriptedServer([CUT, WHOLE]) as server,
+        no_wait(),
+        Client(server.url, listeners=[heard.append], event_hooks=hooks) as client,
+        client.stream("GET", "/") as response,
+    ):
+        with pytest.raises(httpx2.RemoteProtocolError) as caught:
+            response.read()
+        assert [type(event) for event in heard] == [Attempted, Attempted, Ended]
+        assert len(report(caught.value).attempts) == len(server.requests) == 2
+
+
 def test_what_is_closed_unread_is_told_of_and_closes_the_circuit() -> None:
     heard: list[Attempted | Ended] = []
     breaker = CircuitBreaker(failures=1, cooldown=5.0)

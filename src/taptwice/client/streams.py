@@ -74,8 +74,8 @@ class _Unread:
         if seen.error is not None:
             return False
         ours, others = self._response, seen.answer
-        if others.status_code != ours.status_code:
-            return True
+        if not seen.open or others.status_code != ours.status_code:
+            return True  # a refusal, or read already: by an event hook of the client's
         return any(others.headers.get(name) != ours.headers.get(name) for name in SAME)
 
     def _other(self, seen: Seen, error: Exception) -> Seen:
