@@ -20,7 +20,18 @@ import pytest
 from taptwice.client.errors import DeadlineExceeded, KeyRejected, KeyReused
 from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
-from taptwice.client.testing import Request, ScriptedServer, answer, close, drip, hang, problem, reset, send
+from taptwice.client.testing import (
+    Peer,
+    Request,
+    ScriptedServer,
+    answer,
+    close,
+    drip,
+    hang,
+    problem,
+    reset,
+    send,
+)
 from taptwice.core.breaker import CircuitBreaker
 from taptwice.core.budget import RetryBudget
 from taptwice.errors import CircuitOpen
@@ -103,8 +114,13 @@ def t03(door: Door) -> None:
 @case("T04", "Retry-After as a date, in three forms")
 def t04(door: Door) -> None:
     for form in ("%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %e %H:%M:%S %Y"):
-        date = time.strftime(form, time.gmtime(time.time() + 3))
-        result = once(door, [answer(503, {"Retry-After": date}), 200])
+
+        def step(peer: Peer, form: str = form) -> None:
+            # Whole seconds, so 2.2 to 3.2 of them: the fifth is for the way to the client.
+            date = time.strftime(form, time.gmtime(time.time() + 3.2))
+            answer(503, {"Retry-After": date})(peer)
+
+        result = once(door, [step, 200])
         assert result.log == [503, 200]
         assert 2.0 <= waits(result)[0] <= 3.6
 
@@ -360,6 +376,20 @@ def t32a(door: Door) -> None:
         assert len(server.requests) == 1
 
 
+@case("T32b", "a stream that breaks before its first piece is begun anew, and the log tells of both")
+def t32b(door: Door) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = send(head, b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    for cut in (send(head), send(head, b"3\r\n"), cut_off(head)):
+        result = once(door, [cut, 503, cut, whole], stream=True)
+        assert (result.status, result.body, result.log) == (
+            200,
+            b"onetwo",
+            ["processed", 503, "processed", 200],
+        )
+        assert waits(result) == [0.1, 0.2, 0.4]
+
+
 @case("T37", "an open circuit: no connection, and when to come again")
 def t37(door: Door) -> None:
     breaker = CircuitBreaker(failures=3, cooldown=50)
@@ -414,8 +444,20 @@ def t42(door: Door) -> None:
     assert once(door, yes).log == [400]
 
 
+def cut_off(head: bytes) -> Callable[[Peer], None]:
+    """A head, and then a RST; the pause lets the client read the head, which the RST would discard."""
+
+    def step(peer: Peer) -> None:
+        peer.send(head)
+        peer.pause(0.05)
+        peer.reset()
+
+    return step
+
+
 FACTORY = "a function as the body is the client's: what is below gets what the library made of it"
 ONE_SHOT = "the body is a one-shot iterator by the time it comes here"
+NO_STREAM = "what is read there is an object of the library's, with no place for another attempt's body"
 UNKNOWN_LENGTH = "an answer of unknown length is handed on unread, since an event stream looks the same"
 _TRANSPORTS = (
     "httpx2 transport",
@@ -426,6 +468,7 @@ _TRANSPORTS = (
 GAPS: dict[tuple[str, str], str] = {
     **{("T24b", door): UNKNOWN_LENGTH for door in (*_TRANSPORTS, "aiohttp middleware")},
     **{("T31", door): ONE_SHOT for door in _TRANSPORTS},
+    **{("T32b", door): NO_STREAM for door in ("requests adapter", "aiohttp middleware")},
     **{("T31b", door): FACTORY for door in (*_TRANSPORTS, "requests adapter", "aiohttp middleware")},
 }
 """(case, door) and why it is not so there."""

@@ -12,10 +12,12 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx2
 import pytest
+import trio
 
 from taptwice.client.http import AsyncClient, Client
 from taptwice.client.intents import AsyncIntentStore, IntentStore
@@ -47,7 +49,24 @@ class Blocking:
         self._runner.close()
 
 
-@pytest.fixture(params=["blocking", "awaiting"])
+class OnTrio:
+    """The same on trio: one loop a call, and a client of its own on it."""
+
+    def __init__(self, url: str, path: pathlib.Path, **settings: Any) -> None:
+        self._make = partial(AsyncClient, url, intents=AsyncIntentStore(path), **settings)
+
+    def post(self, url: str, **options: Any) -> httpx2.Response:
+        async def main() -> httpx2.Response:
+            async with self._make() as client:
+                return await client.post(url, **options)
+
+        return trio.run(main)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["blocking", "awaiting", "on trio"])
 def connect(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Any]:
     """Makes clients that remember their intents in one file, each as after a restart."""
     with contextlib.ExitStack() as stack:
@@ -56,6 +75,8 @@ def connect(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[
             path = tmp_path / "intents.db"
             if request.param == "awaiting":
                 client: Any = Blocking(url, path, **settings)
+            elif request.param == "on trio":
+                client = OnTrio(url, path, **settings)
             else:
                 client = Client(url, intents=IntentStore(path), **settings)
             return stack.enter_context(contextlib.closing(client))

@@ -1,41 +1,50 @@
-"""The interceptor for gRPC, against a server that answers by a script."""
+"""The interceptors for gRPC and grpc.aio, each against a server of its own kind that answers by a script."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 
-from taptwice.client.grpc import RetryInterceptor
+from taptwice.client.grpc import AsyncRetryInterceptor, RetryInterceptor
 from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
 from taptwice.client.policy import RetryPolicy
-from taptwice.client.reports import report
+from taptwice.client.reports import Ended, Report, report
 from taptwice.client.testing import no_wait
+from taptwice.client.world import World
 from taptwice.core.breaker import CircuitBreaker
 from taptwice.errors import CircuitOpen
 
-Step = Callable[[Any], bytes]
 METHOD = "/shop.Charges/Make"
+OPTIONS = [("grpc.enable_retries", 0)]
 Code = grpc.StatusCode
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a call meets."""
+
+    code: Any = None
+    pushback: str | None = None
+    hangs: bool = False
+
+    @property
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        return () if self.pushback is None else (("grpc-retry-pushback-ms", self.pushback),)
+
+
 def fails(code: Any, pushback: str | None = None) -> Step:
-    def step(context: Any) -> bytes:
-        if pushback is not None:
-            context.set_trailing_metadata((("grpc-retry-pushback-ms", pushback),))
-        context.abort(code, "by the script")
-        raise AssertionError
-
-    return step
+    return Step(code, pushback)
 
 
-def done(context: Any) -> bytes:
-    return b"done"
+done = Step()
 
 
 class Server:
@@ -45,28 +54,123 @@ class Server:
         self.script: list[Step] = [done]
         self.metadata: list[dict[str, str]] = []
         self.remaining: list[float] = []
-        self.release = threading.Event()
+        self.port = 0
+
+    def next_step(self, context: Any) -> Step:
+        step = self.script[min(len(self.metadata), len(self.script) - 1)]
+        self.metadata.append({name: str(value) for name, value in context.invocation_metadata()})
+        self.remaining.append(context.time_remaining())
+        return step
+
+    def call(
+        self,
+        policy: RetryPolicy = RetryPolicy(),  # noqa: B008
+        *,
+        timeout: float | None = None,
+        metadata: tuple[tuple[str, str], ...] = (),
+        **settings: Any,
+    ) -> tuple[bytes, Report]:
+        """The call's result, and the report that the listeners got."""
+        heard: list[Any] = []
+        result = self.made(METHOD, timeout, metadata, policy=policy, listeners=[heard.append], **settings)
+        [found] = [event.report for event in heard if isinstance(event, Ended)]
+        return result, found
+
+    def made(self, method: str, timeout: float | None, metadata: Any, **settings: Any) -> bytes:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+class Blocking(Server):
+    def __init__(self) -> None:
+        super().__init__()
+        self._release = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(4))
         self._server.add_generic_rpc_handlers((Handlers(self.answer),))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
 
     def answer(self, request: bytes, context: Any) -> bytes:
-        step = self.script[min(len(self.metadata), len(self.script) - 1)]
-        self.metadata.append({name: str(value) for name, value in context.invocation_metadata()})
-        self.remaining.append(context.time_remaining())
-        return step(context)
+        step = self.next_step(context)
+        if step.hangs:
+            self._release.wait(30)
+        context.set_trailing_metadata(step.trailing)
+        if step.code is not None:
+            context.abort(step.code, "by the script")
+        return b"done"
 
-    def call(self, policy: RetryPolicy = RetryPolicy(), timeout: float | None = None, **settings: Any) -> Any:  # noqa: B008
-        """The call's result, and the call."""
-        options = [("grpc.enable_retries", 0)]
-        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
-            intercepted = grpc.intercept_channel(channel, RetryInterceptor(policy, **settings))
-            return intercepted.unary_unary(METHOD).with_call(b"", timeout=timeout)
+    def made(self, method: str, timeout: float | None, metadata: Any, **settings: Any) -> bytes:
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}", OPTIONS) as channel:
+            intercepted = grpc.intercept_channel(channel, RetryInterceptor(**settings))
+            stub = intercepted.unary_unary(method)
+            result: bytes
+            result, call = stub.with_call(b"", timeout=timeout, metadata=metadata)
+            assert call.code() is Code.OK
+            assert report(call).attempts[-1].error is None
+            return result
 
     def stop(self) -> None:
-        self.release.set()
+        self._release.set()
         self._server.stop(0).wait()
+
+
+class Awaiting(Server):
+    """The server and its client are on one loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: tuple[Any, str] | None = None
+        """What the last call said of itself, apart from what it raised."""
+        self.hanging, self.given_up = asyncio.Event(), asyncio.Event()
+        self.runner = asyncio.Runner()
+        self.runner.run(self._start())
+
+    async def _start(self) -> None:
+        self._server = grpc.aio.server()
+        self._server.add_generic_rpc_handlers((Handlers(self.answer),))
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+
+    async def answer(self, request: bytes, context: Any) -> bytes:
+        step = self.next_step(context)
+        if step.hangs:
+            self.hanging.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up.set()
+        context.set_trailing_metadata(step.trailing)
+        if step.code is not None:
+            await context.abort(step.code, "by the script")
+        return b"done"
+
+    def made(self, method: str, timeout: float | None, metadata: Any, **settings: Any) -> bytes:
+        return self.runner.run(self.amade(method, timeout, metadata, **settings))
+
+    async def amade(self, method: str, timeout: float | None, metadata: Any, **settings: Any) -> bytes:
+        interceptors = [AsyncRetryInterceptor(**settings), OneMore()]
+        target = f"127.0.0.1:{self.port}"
+        async with grpc.aio.insecure_channel(target, OPTIONS, interceptors=interceptors) as channel:
+            call = channel.unary_unary(method)(b"", timeout=timeout, metadata=metadata)
+            try:
+                result: bytes = await call
+            finally:
+                self.told = await call.code(), await call.details()
+            return result
+
+    def stop(self) -> None:
+        self.runner.run(self._server.stop(0))
+        self.runner.close()
+
+
+class OneMore(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Another interceptor, beneath ours; it works on the metadata as grpc.aio's own do."""
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        details.metadata.add("one-more", "yes")
+        return await continuation(details, request)
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -77,9 +181,16 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handler
 
 
+@pytest.fixture(params=[Blocking, Awaiting], ids=["grpc", "grpc.aio"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made: Server = request.param()
+    yield made
+    made.stop()
+
+
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
+def awaiting() -> Iterator[Awaiting]:
+    made = Awaiting()
     yield made
     made.stop()
 
@@ -89,9 +200,18 @@ def keys(server: Server) -> list[str | None]:
 
 
 def test_a_call_that_goes_well(server: Server) -> None:
-    result, call = server.call()
-    assert (result, call.code()) == (b"done", Code.OK)
-    assert report(call).idempotency_key == keys(server)[0]
+    result, found = server.call()
+    assert (result, len(found.attempts)) == (b"done", 1)
+    assert [found.idempotency_key] == keys(server)
+
+
+def test_ones_own_key_goes_as_it_is(server: Server) -> None:
+    server.script = [fails(Code.UNAVAILABLE), done]
+    with no_wait():
+        _, found = server.call(metadata=(("idempotency-key", "mine"), ("other", "too")))
+    assert found.idempotency_key == "mine"
+    assert keys(server) == ["mine", "mine"]
+    assert [metadata["other"] for metadata in server.metadata] == ["too", "too"]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +284,7 @@ def test_the_remaining_time_goes_along_and_ones_own_timeout_counts(server: Serve
 
 
 def test_a_server_that_hangs(server: Server) -> None:
-    def hang(context: Any) -> bytes:
-        server.release.wait(30)
-        return b""
-
-    server.script = [hang]
+    server.script = [Step(hangs=True)]
     with pytest.raises(grpc.RpcError) as caught:
         server.call(RetryPolicy(deadline=0.2))
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
@@ -176,12 +292,10 @@ def test_a_server_that_hangs(server: Server) -> None:
     assert (found.outcome, found.stop_reason) == (Outcome.UNKNOWN, StopReason.DEADLINE)
 
 
-def test_nobody_listens() -> None:
-    options = [("grpc.enable_retries", 0)]
-    with no_wait(), grpc.insecure_channel("127.0.0.1:1", options=options) as channel:
-        intercepted = grpc.intercept_channel(channel, RetryInterceptor(RetryPolicy(auto_key=False)))
-        with pytest.raises(grpc.RpcError) as caught:
-            intercepted.unary_unary(METHOD)(b"")
+def test_nobody_listens(server: Server) -> None:
+    server.port = 1
+    with no_wait(), pytest.raises(grpc.RpcError) as caught:
+        server.call(RetryPolicy(auto_key=False))
     assert (report(caught.value).outcome, len(report(caught.value).attempts)) == (Outcome.NOT_SENT, 5)
 
 
@@ -196,3 +310,49 @@ def test_an_open_circuit(server: Server) -> None:
             said = "by the script" if kind is grpc.RpcError else f"the circuit for {METHOD} is open"
             assert said in caught.value.details()
     assert len(server.metadata) == 1
+
+
+def test_cancelled_in_a_wait_no_further_call(awaiting: Awaiting) -> None:
+    awaiting.script = [fails(Code.UNAVAILABLE, "60000"), done]
+
+    async def main() -> None:
+        waiting = asyncio.Event()
+
+        async def asleep(seconds: float) -> None:
+            waiting.set()
+            await asyncio.Event().wait()
+
+        settings: dict[str, Any] = {"policy": RetryPolicy(deadline=None), "world": World(asleep=asleep)}
+        task = asyncio.create_task(awaiting.amade(METHOD, None, (), **settings))
+        await waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    awaiting.runner.run(main())
+    assert len(awaiting.metadata) == 1
+
+
+def test_cancelled_in_an_attempt_the_server_hears_of_it(awaiting: Awaiting) -> None:
+    awaiting.script = [Step(hangs=True)]
+
+    async def main() -> None:
+        task = asyncio.create_task(awaiting.amade(METHOD, None, ()))
+        await awaiting.hanging.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await awaiting.given_up.wait()
+
+    awaiting.runner.run(main())
+    assert len(awaiting.metadata) == 1
+
+
+def test_a_call_says_of_itself_what_it_raises(awaiting: Awaiting) -> None:
+    breaker = CircuitBreaker(failures=1)
+    awaiting.script = [fails(Code.UNAVAILABLE)]
+    for said in ("by the script", f"the circuit for {METHOD} is open"):
+        with no_wait(), pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
+            awaiting.call(breaker=lambda: breaker)
+        assert awaiting.told == (caught.value.code(), caught.value.details())
+    assert len(awaiting.metadata) == 1

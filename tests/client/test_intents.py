@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import aiosqlite
 import asyncpg
 import psycopg
 import pytest
+import trio
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -37,6 +39,8 @@ HOUR, DAY = 3600.0, 86_400.0
 BLOCKING = ["file", "sqlite3", "psycopg", "sqlalchemy sqlite", "sqlalchemy psycopg"]
 AWAITING = [
     "async file",
+    "trio file",
+    "trio psycopg",
     "async sqlite3",
     "aiosqlite",
     "async psycopg",
@@ -53,6 +57,7 @@ class Kit:
     store: Any
     keys: list[str] = field(default_factory=list)
     """Under which a request was sent."""
+    on_trio: bool = False
 
     async def fulfil(self, wish: Wish, answer: Answer | None = PAID) -> Any:
         def send(key: str) -> Sent[str]:
@@ -62,12 +67,16 @@ class Kit:
         async def asend(key: str) -> Sent[str]:
             return send(key)
 
+        if self.on_trio:
+            return await asyncio.to_thread(trio.run, self.store.fulfil, wish, asend)
         if isinstance(self.store, IntentStore):
             return await asyncio.to_thread(self.store.fulfil, wish, send)
         return await self.store.fulfil(wish, asend)
 
     async def ask(self, verb: str, *arguments: Any, **more: Any) -> Any:
         method = getattr(self.store, verb)
+        if self.on_trio:
+            return await asyncio.to_thread(trio.run, partial(method, *arguments, **more))
         if isinstance(self.store, IntentStore):
             return await asyncio.to_thread(method, *arguments, **more)
         return await method(*arguments, **more)
@@ -94,8 +103,8 @@ async def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Async
     url = request.getfixturevalue("fresh_postgres") if "psycopg" in kind or "asyncpg" in kind else ""
     store = AsyncIntentStore if kind in AWAITING else IntentStore
     match kind:
-        case "file" | "async file":
-            yield Kit(store(path))
+        case "file" | "async file" | "trio file":
+            yield Kit(store(path), on_trio=kind == "trio file")
         case "sqlite3" | "async sqlite3":
             connect = lambda: sqlite3.connect(path, check_same_thread=False)  # noqa: E731
             yield Kit(store(await with_tables(connect)))
@@ -103,6 +112,8 @@ async def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Async
             yield Kit(store(await with_tables(aiosqlite_driver.connecting(lambda: aiosqlite.connect(path)))))
         case "psycopg":
             yield Kit(store(await with_tables(lambda: psycopg.connect(url))))
+        case "trio psycopg":
+            yield Kit(store(await with_tables(lambda: psycopg.connect(url))), on_trio=True)
         case "psycopg serializable":
             options = "-c default_transaction_isolation=serializable"
             yield Kit(store(await with_tables(lambda: psycopg.connect(url, options=options))))

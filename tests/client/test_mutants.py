@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taptwice.client import aiohttp, bodies, exchange, outcome, shell
+from taptwice.client import aiohttp, bodies, calls, exchange, outcome, shell, transports
 from taptwice.client import requests as ours_requests
 from taptwice.client.limits import Limit
 from taptwice.client.outcome import Outcome, Seen
@@ -76,6 +76,14 @@ def the_limit_of_an_attempt_is_no_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Limit, "__init__", lambda self, end, clock: real(self, end + 1, clock))
 
 
+def a_stream_is_the_readers_from_its_head_on(patch: pytest.MonkeyPatch) -> None:
+    def concluded(going: Any, lib: Any, seen: Seen, request: Any, once: Any, *, typed: bool) -> Any:
+        return exchange.conclude(going, lib, seen, request, typed=typed)
+
+    patch.setattr(calls, "concluded", concluded)
+    patch.setattr(transports, "concluded", concluded)
+
+
 @pytest.mark.parametrize(
     ("case", "door", "broken"),
     [
@@ -89,6 +97,8 @@ def the_limit_of_an_attempt_is_no_limit(patch: pytest.MonkeyPatch) -> None:
         ("T27", "requests adapter", a_409_is_in_progress),
         ("T11", "httpx2 Client", a_deadline_is_each_attempts_own),
         ("T26", "httpx2 Client", in_progress_costs_a_retry),
+        ("T32b", "httpx2 Client", a_stream_is_the_readers_from_its_head_on),
+        ("T32b", "httpx2 async transport", a_stream_is_the_readers_from_its_head_on),
         ("T15", "httpx2 Client", the_limit_of_an_attempt_is_no_limit),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)).replace(" ", "-"),

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from taptwice.client.bodies import Body, in_memory
-from taptwice.client.exchange import conclude
 from taptwice.client.gate import Gates
 from taptwice.client.keys import key_of, new_key
 from taptwice.client.outcome import Outcome, Seen
@@ -16,6 +15,7 @@ from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import RetryPolicy
 from taptwice.client.reports import Listener, Report, attach
 from taptwice.client.shell import Going
+from taptwice.client.streams import Once, concluded
 from taptwice.client.world import World
 from taptwice.core.header import format_key
 from taptwice.core.model import Answer
@@ -139,11 +139,11 @@ class ClientCall(Going):
         self.call.key = key
         return self
 
-    def sent(self, seen: Seen) -> Sent[Any]:
+    def sent(self, seen: Seen, once: Once) -> Sent[Any]:
         """What the store wants to know: the response, and the answer if that is final."""
         from taptwice.client.wish import Sent
 
-        response = self.conclude(seen)
+        response = self.conclude(seen, once)
         if seen.outcome is not Outcome.PROCESSED:
             return Sent(response, None)
         headers = tuple(response.headers.items())
@@ -175,9 +175,9 @@ class ClientCall(Going):
             self.request = self._made(self._body)
         return self.request
 
-    def conclude(self, seen: Seen) -> Any:
-        """The response, or the error."""
-        return conclude(self, self._lib, seen, self.request, typed=True)
+    def conclude(self, seen: Seen, once: Once) -> Any:
+        """The response, or the error; `once` makes an attempt."""
+        return concluded(self, self._lib, seen, self.request, once, typed=True)
 
     def send(self, request: Any) -> Any:
         """The response of httpx2's client, or an awaitable one."""

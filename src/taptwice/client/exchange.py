@@ -59,15 +59,15 @@ def attempt(
     stamp(going, limit, request)
     try:
         response = send(request)
-        if _wanted(response, whole):
-            response = read(response)
-        else:
+        if unread := not _wanted(response, whole):
             limit.end = going.call.end  # the caller reads on, under the whole call's limit
+        else:
+            response = read(response)
     except (lib.HTTPError, OSError) as error:
         if response is not None:
             response.close()
         return _broken(going, lib, limit, error, head=response is not None)
-    return _judged(going, lib, response)
+    return _judged(going, lib, response, unread)
 
 
 async def aattempt(
@@ -84,15 +84,15 @@ async def aattempt(
     stamp(going, limit, request)
     try:
         response = await send(request)
-        if _wanted(response, whole):
-            response = await read(response)
-        else:
+        if unread := not _wanted(response, whole):
             limit.end = going.call.end
+        else:
+            response = await read(response)
     except (lib.HTTPError, OSError) as error:
         if response is not None:
             await response.aclose()
         return _broken(going, lib, limit, error, head=response is not None)
-    return _judged(going, lib, response)
+    return _judged(going, lib, response, unread)
 
 
 def _wanted(response: Any, whole: bool | None) -> bool:
@@ -106,10 +106,10 @@ def _broken(going: Going, lib: ModuleType, limit: Limit, error: Exception, head:
     return of_error(error, head, limit.wrote)
 
 
-def _judged(going: Going, lib: ModuleType, response: Any) -> Seen:
+def _judged(going: Going, lib: ModuleType, response: Any, unread: bool = False) -> Seen:
     policy, status = going.call.policy, response.status_code
     if status < 400:
-        return Seen(Outcome.PROCESSED, status, response)
+        return Seen(Outcome.PROCESSED, status, response, open=unread and not response.is_closed)
     return of_answer(policy, response, status, response.headers.get, lambda: _content(lib, response))
 
 

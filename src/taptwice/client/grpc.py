@@ -1,12 +1,15 @@
-"""An interceptor that retries unary calls of gRPC, on a channel that one has already.
+"""Interceptors that retry unary calls of gRPC, on a channel that one has already.
 
-    channel = grpc.intercept_channel(
-        grpc.insecure_channel(target, options=[("grpc.enable_retries", 0)]), RetryInterceptor(policy)
-    )
+    options = [("grpc.enable_retries", 0)]
+    channel = grpc.intercept_channel(grpc.insecure_channel(target, options), RetryInterceptor(policy))
+    channel = grpc.aio.insecure_channel(target, options, interceptors=[AsyncRetryInterceptor(policy)])
 
 gRPC's own retries, if a service config asks for them, cannot be seen from here: the option turns them off.
 A call that is made with ``.future()`` blocks in the interceptor. The call's deadline is the policy's or its
 own ``timeout=``, whichever is shorter, and gRPC carries what is left of it to the server by itself.
+
+An error carries the call's report, and so does a blocking call that went well. grpc.aio shows nobody the
+call that an interceptor hands back, so there a listener is told of what went well.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ try:
 except ModuleNotFoundError:
     raise missing("grpcio", "grpc") from None
 
-__all__ = ["RetryInterceptor"]
+__all__ = ["AsyncRetryInterceptor", "RetryInterceptor"]
 
 PUSHBACK = "grpc-retry-pushback-ms"
 """Metadata by which a server says when to come again: milliseconds, or below zero never (proposal A6)."""
@@ -61,9 +64,7 @@ class Details(NamedTuple):
     compression: Any
 
 
-class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Retries beneath the stubs of a channel. It raises exceptions of gRPC only."""
-
+class _Interceptor:
     def __init__(
         self,
         policy: RetryPolicy = DEFAULT,
@@ -85,48 +86,95 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         self._listeners = listeners
         self._world = world
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """gRPC's own hook. Gives back the last attempt's call, whether it went well or not."""
-        details = client_call_details
-        metadata = list(details.metadata or ())
-        going = self._going(details, metadata)
 
-        def attempt(limit: Limit) -> Seen:
-            repeats = len(going.call.attempts)
-            sent = [*metadata, ("grpc-previous-rpc-attempts", str(repeats))] if repeats else metadata
-            changed = Details(
-                details.method,
-                limit.left() if limit.end < math.inf else None,
-                sent,
-                details.credentials,
-                getattr(details, "wait_for_ready", None),
-                getattr(details, "compression", None),
-            )
-            return _judged(continuation(changed, request))
+class _Call(Going):
+    """One call: a shell, and what gRPC is told of it."""
 
-        seen = going.run(attempt)
-        report = going.report(seen)
-        if isinstance(seen.error, CircuitOpen):
-            refused = Refused(seen.error.retry_after, seen.error.origin)
-            attach(refused, report)
-            raise refused
-        if seen.error is not None:
-            attach(seen.error, report)
-        seen.answer.taptwice = report
-        return seen.answer
+    __slots__ = ("_details", "_metadata")
 
-    def _going(self, details: Any, metadata: list[tuple[str, Any]]) -> Going:
-        policy, name = self._policy, self._policy.key_header.lower()
+    def __init__(self, interceptor: _Interceptor, details: Any) -> None:
+        policy, world, method = interceptor._policy, interceptor._world, details.method
+        if isinstance(method, bytes):  # as grpc.aio has it
+            method = method.decode()
         if details.timeout is not None and (policy.deadline is None or details.timeout < policy.deadline):
             policy = policy.replace(deadline=max(details.timeout, 0.001))
-        key = next((str(value) for known, value in metadata if known == name), None)
-        repeatable = self._idempotent(details.method)
+        self._details = details
+        self._metadata = list(details.metadata or ())
+        name = policy.key_header.lower()
+        key = next((str(value) for known, value in self._metadata if known == name), None)
+        repeatable = interceptor._idempotent(method)
         if key is None and policy.auto_key and not repeatable:
             key = new_key()
-            metadata.append((name, key))
-        call = Call(policy, self._world.clock(), method="RPC", key=key)
+            self._metadata.append((name, key))
+        call = Call(policy, world.clock(), method="RPC", key=key)
         call.keyed = repeatable or key is not None
-        return Going(call, self._gates["channel"], self._world, self._listeners, details.method)
+        super().__init__(call, interceptor._gates["channel"], world, interceptor._listeners, method)
+
+    def fresh(self, limit: Limit) -> Details:
+        """The details of the next attempt."""
+        details, repeats = self._details, len(self.call.attempts)
+        more = [("grpc-previous-rpc-attempts", str(repeats))] if repeats else []
+        return Details(
+            details.method,
+            limit.left() if limit.end < math.inf else None,
+            [*self._metadata, *more],
+            details.credentials,
+            getattr(details, "wait_for_ready", None),
+            getattr(details, "compression", None),
+        )
+
+    def concluded(self, seen: Seen, refused: type[CircuitOpen]) -> Exception | None:
+        """The last attempt's error; the call's report goes with it, and with the answer."""
+        report, error = self.report(seen), seen.error
+        if isinstance(error, CircuitOpen):
+            error = refused(error.retry_after, error.origin)
+        if error is not None:
+            attach(error, report)
+        if seen.answer is not None:
+            seen.answer.taptwice = report
+        return error
+
+
+class RetryInterceptor(_Interceptor, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Retries beneath the stubs of a channel. It raises exceptions of gRPC only."""
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """gRPC's own hook. Gives back the last attempt's call, whether it went well or not."""
+        call = _Call(self, client_call_details)
+
+        def attempt(limit: Limit) -> Seen:
+            answer = continuation(call.fresh(limit), request)
+            return _judged(answer, answer.exception())
+
+        seen = call.run(attempt)
+        error = call.concluded(seen, Refused)
+        if isinstance(error, Refused):
+            raise error
+        return seen.answer
+
+
+class AsyncRetryInterceptor(_Interceptor, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Retries beneath the stubs of a channel of grpc.aio. It raises exceptions of gRPC only."""
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """gRPC's own hook. Gives back the call that went well."""
+        call = _Call(self, client_call_details)
+
+        async def attempt(limit: Limit) -> Seen:
+            details = call.fresh(limit)
+            details = details._replace(metadata=grpc.aio.Metadata(*details.metadata))
+            try:
+                answer = await continuation(details, request)
+                await answer
+            except grpc.aio.AioRpcError as error:
+                return _judged(None, error)
+            return _judged(answer, None)
+
+        seen = await call.arun(attempt)
+        error = call.concluded(seen, AsyncRefused)
+        if error is not None:
+            raise error
+        return seen.answer
 
 
 class Refused(CircuitOpen, grpc.RpcError):  # type: ignore[misc]
@@ -141,17 +189,27 @@ class Refused(CircuitOpen, grpc.RpcError):  # type: ignore[misc]
         return str(self)
 
 
-def _judged(call: Any) -> Seen:
-    error = call.exception()
+class AsyncRefused(CircuitOpen, grpc.aio.AioRpcError):  # type: ignore[misc]
+    """As `Refused`, for grpc.aio, where a call is asked for its code after an error of this kind only."""
+
+    def __init__(self, retry_after: float, origin: str = "") -> None:
+        CircuitOpen.__init__(self, retry_after, origin)
+        grpc.aio.AioRpcError.__init__(self, grpc.StatusCode.UNAVAILABLE, details=self.detail)
+
+
+def _judged(call: Any, error: Any) -> Seen:
+    """Judge a call by its error, if it has one."""
     if error is None:
         return Seen(Outcome.PROCESSED, answer=call)
-    code = call.code()
-    pushed = next((value for name, value in call.trailing_metadata() or () if name == PUSHBACK), None)
+    code = error.code()
+    pushed = next((value for name, value in error.trailing_metadata() or () if name == PUSHBACK), None)
     after, hint = None, None
     if pushed is not None:
         # Below zero, or unreadable: not again.
         after, hint = (int(pushed) / 1000, None) if str(pushed).isdecimal() else (None, False)
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in (call.details() or ""):
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in (
+        error.details() or ""
+    ):
         outcome = Outcome.NOT_SENT  # the text is all that tells it from a connection that broke
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and after is not None:
         outcome = Outcome.REFUSED

@@ -207,7 +207,11 @@ class Client(_Base["Response"]):
 
     @contextmanager
     def stream(self, method: str, url: str, **options: Unpack[Options]) -> Iterator[Response]:
-        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        """Make one call and hand the response over before its body is read.
+
+        Until the first piece of the body has come another attempt may take the place of one that broke;
+        what breaks then is yours.
+        """
         response: Response = self._make(self._call(method, url, options, whole=False))
         try:
             yield response
@@ -232,9 +236,13 @@ class Client(_Base["Response"]):
             return attempt(going, self._lib, request, limit, whole, going.send, _read)
 
         if going.wish is None:
-            return going.conclude(going.run(once))
+            return going.conclude(going.run(once), once)
+
+        def send(key: str) -> Sent[Any]:
+            return going.sent(going.under(key).run(once), once)
+
         try:
-            found = self._intents.fulfil(going.wish, lambda key: going.sent(going.under(key).run(once)))
+            found = self._intents.fulfil(going.wish, send)
         except TaptwiceError as error:
             going.explain(error)
             raise
@@ -254,7 +262,7 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
 
     @asynccontextmanager
     async def stream(self, method: str, url: str, **options: Unpack[Options]) -> AsyncIterator[Response]:
-        """Make one call and hand the response over before its body is read; what breaks then is yours."""
+        """As `Client.stream`."""
         response: Response = await self._make(self._call(method, url, options, whole=False))
         try:
             yield response
@@ -279,10 +287,10 @@ class AsyncClient(_Base[Coroutine[Any, Any, "Response"]]):
             return await aattempt(going, self._lib, request, limit, whole, going.send, _aread)
 
         if going.wish is None:
-            return going.conclude(await going.arun(once))
+            return going.conclude(await going.arun(once), once)
 
         async def send(key: str) -> Sent[Any]:
-            return going.sent(await going.under(key).arun(once))
+            return going.sent(await going.under(key).arun(once), once)
 
         try:
             found = await self._intents.fulfil(going.wish, send)

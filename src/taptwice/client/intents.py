@@ -14,10 +14,8 @@ What an intent is, and what comes of an attempt at one, stands in `taptwice.clie
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from taptwice import drivers
+from taptwice.client.loops import in_thread, on_asyncio
 from taptwice.client.wish import (
     Keep,
     Remember,
@@ -56,6 +55,11 @@ TURN = 5.0
 
 BATCH = 1000
 """Intents that are forgotten in one transaction."""
+
+NOT_ON_TRIO = (
+    "connections that await do so on asyncio, and this is trio: give the store a path, or a pool, an engine"
+    " or a function whose connections block; a thread waits for them"
+)
 
 UNSETTLED = "the answer to intent %r could not be kept: whoever asks again will ask the server"
 
@@ -230,7 +234,10 @@ class IntentStore(_Intents):
 
 
 class AsyncIntentStore(_Intents):
-    """As `IntentStore`, awaiting. Where the connections block (an SQLite file) a thread waits for them."""
+    """As `IntentStore`, awaiting. Where the connections block (an SQLite file) a thread waits for them.
+
+    On trio they must: the drivers whose connections await are all asyncio's.
+    """
 
     async def fulfil(
         self, wish: Wish, send: Callable[[str], Awaitable[Sent[Response]]]
@@ -259,6 +266,8 @@ class AsyncIntentStore(_Intents):
         executor = drivers.join(connection)
         if not iscoroutinefunction(executor.execute):
             raise Misuse(f"{type(connection).__qualname__} blocks: use IntentStore")
+        if not on_asyncio():
+            raise Misuse(NOT_ON_TRIO)
         return await arun(self._within(name), executor.execute)
 
     async def get(self, name: str) -> Intent | None:
@@ -284,18 +293,11 @@ class AsyncIntentStore(_Intents):
     async def _drive(self, plan: Plan[Result]) -> Result:
         execute = self._source.open().execute
         if self._source.blocking:
-            # The whole transaction: if the caller is cancelled, the thread brings it to its end all the same.
+            # The whole transaction: one that is half done would be the next caller's to wait for.
             return await in_thread(partial(run, plan, execute))
+        if not on_asyncio():
+            raise Misuse(NOT_ON_TRIO)
         return await arun(plan, execute)
-
-
-async def in_thread(work: Callable[[], Result]) -> Result:
-    """Call it in a thread, on whatever loop this is."""
-    if "anyio" in sys.modules:  # which knows; httpx2 has brought it
-        from anyio.to_thread import run_sync
-
-        return await run_sync(work)
-    return await asyncio.to_thread(work)
 
 
 def _file(origin: str | Path) -> drivers.Source:

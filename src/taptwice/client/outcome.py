@@ -56,6 +56,8 @@ class Seen(NamedTuple):
     """The error lies in the request or the set-up: no attempt will ever go better."""
     problem: str | None = None
     """The last segment of a problem type of ours."""
+    open: bool = False
+    """The answer is handed over unread: until its body's first piece has come the attempt can still fail."""
 
     @property
     def final(self) -> bool:

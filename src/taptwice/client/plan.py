@@ -56,6 +56,9 @@ class StopReason(StrEnum):
     BUDGET = "budget"
     """Too many of the last calls have failed: retries are a tenth of them, no more."""
     CIRCUIT_OPEN = "circuit_open"
+    ANSWER_CHANGED = "answer_changed"
+    """The body of a streamed answer broke before its first piece, and what the repeat brought was another
+    answer than the one that had been handed over."""
     REMEMBERED = "remembered"
     """Nothing was sent: the answer to this intent had been kept."""
     INTENT_REFUSED = "intent_refused"

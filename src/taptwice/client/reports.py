@@ -35,7 +35,11 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """An attempt has ended; the number of the first is 1."""
+    """An attempt has ended; the number of the first is 1.
+
+    Where an answer is handed over unread that is when the first piece of its body has come, or when it is
+    closed; so it is with `Ended`.
+    """
 
     method: str
     origin: str

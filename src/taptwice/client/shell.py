@@ -144,6 +144,17 @@ class Going:
         self._ticket = ticket
         _ = self._finish(seen)
 
+    def stands(self, seen: Seen) -> None:
+        """The body of an answer that was handed over unread has begun to come, or is not wanted."""
+        self.settle(seen)
+        _ = self.report(seen._replace(open=False))
+
+    def broken(self, seen: Seen) -> Seen:
+        """It broke before anything of it came, as `seen` shows: the last attempt has failed."""
+        _ = self.call.attempts.pop()
+        self.call.stop = None
+        return self._finish(seen)
+
     def stamp(self, limit: Limit, headers: MutableMapping[str, str]) -> None:
         """Tell the server how long this attempt may take, and that it is a repeat if it is one."""
         policy, repeats = self.call.policy, self._before + len(self.call.attempts)
@@ -153,9 +164,9 @@ class Going:
             headers[policy.attempt_header] = str(repeats)
 
     def report(self, seen: Seen) -> Report:
-        """The report of the whole call; tells the listeners that it has ended."""
+        """The report of the whole call; tells the listeners, if it has ended."""
         found = reported(self.call, seen)
-        if self.listeners:
+        if self.listeners and not seen.open:
             tell(Ended(self.call.method, self.origin, found), self.listeners)
         return found
 
@@ -206,14 +217,18 @@ class Going:
 
     def _finish(self, seen: Seen) -> Seen:
         call, now = self.call, self.world.clock()
-        attempt = Attempt(seen.outcome, seen.status, seen.error, call.waited, self.began, now)
-        call.attempts.append(attempt)
-        if self._ticket is not None:
-            self._leave(verdict(seen, cut=now >= call.end), now)
-        if self.listeners:
-            event = Attempted(call.method, self.origin, len(call.attempts), attempt)
-            tell(event, self.listeners)
+        call.attempts.append(Attempt(seen.outcome, seen.status, seen.error, call.waited, self.began, now))
+        if not seen.open:
+            self.settle(seen)
         return seen
+
+    def settle(self, seen: Seen) -> None:
+        """Tell the breaker and the listeners what the last attempt has shown: nothing can change it now."""
+        attempts = self.call.attempts
+        if self._ticket is not None:
+            self._leave(verdict(seen, cut=self.cut), self.world.clock())
+        if self.listeners:
+            tell(Attempted(self.call.method, self.origin, len(attempts), attempts[-1]), self.listeners)
 
     def _abandon(self) -> None:
         self._leave(None, self.world.clock())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from taptwice.client.exchange import aattempt, attempt, conclude, prepare
+from taptwice.client.exchange import aattempt, attempt, prepare
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import new_key
 from taptwice.client.limits import Limit
@@ -23,6 +23,7 @@ from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener
 from taptwice.client.settings import check
 from taptwice.client.shell import Going
+from taptwice.client.streams import concluded
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
 from taptwice.core.header import format_key
@@ -99,7 +100,7 @@ class BlockingTransport(_Transport):
             send = self._wrapped.handle_request
             return attempt(going, lib, request, limit, whole, send, self._read)
 
-        return conclude(going, lib, going.run(once), request, typed=False)
+        return concluded(going, lib, going.run(once), request, once, typed=False)
 
     def _read(self, response: Any) -> Any:
         try:
@@ -125,7 +126,7 @@ class AwaitingTransport(_Transport):
             send = self._wrapped.handle_async_request
             return await aattempt(going, lib, request, limit, whole, send, self._read)
 
-        return conclude(going, lib, await going.arun(once), request, typed=False)
+        return concluded(going, lib, await going.arun(once), request, once, typed=False)
 
     async def _read(self, response: Any) -> Any:
         try:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable
 
-
-async def _asleep(seconds: float) -> None:
-    if "anyio" in sys.modules:  # which knows on what loop it is; httpx2 has brought it
-        from anyio import sleep
-    else:
-        from asyncio import sleep
-    await sleep(seconds)
+from taptwice.client.loops import asleep
 
 
 def _draw() -> float:
@@ -30,7 +23,7 @@ class World:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        asleep: Callable[[float], Awaitable[None]] = _asleep,
+        asleep: Callable[[float], Awaitable[None]] = asleep,
         draw: Callable[[], float] = _draw,
     ) -> None:
         self.clock = clock
