@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from taptwice import sql
 from taptwice.core import plan
-from taptwice.core.plan import Rows
+from taptwice.core.plan import Rows, Value
 from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Blocking, logger
 from taptwice.drivers.turns import Place, line_of
 from taptwice.errors import (
@@ -77,16 +77,14 @@ def at_commit(error: BaseException) -> TaptwiceError | None:
     return None if isinstance(known, ConstraintViolated) else known
 
 
-@contextmanager
-def asking(known: Callable[[BaseException], TaptwiceError | None] = ours) -> Iterator[None]:
-    """Around statements of ours."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        if (ours_for_it := known(error)) is not None:
-            raise ours_for_it from error
-        raise
+def _raise(error: sqlite3.Error, known: Callable[[BaseException], TaptwiceError | None] = ours) -> NoReturn:
+    """Raise our error for one at a statement of ours, or the error itself."""
+    if (ours_for_it := known(error)) is not None:
+        raise ours_for_it from error
+    raise error
 
+
+NOTHING: Mapping[str, Value] = {}
 
 LONGEST_BUSY_TIMEOUT = 2**31 - 1
 """Milliseconds; SQLite takes a larger number for 0."""
@@ -125,7 +123,7 @@ class SqliteExecutor(Blocking):
         return over or self._given_up
 
     def give_up(self) -> None:
-        """Nobody waits for the transaction any more: it need not wait for its turn."""
+        """As `Blocking.give_up`: it waits for its turn no longer."""
         self._given_up = True
         if (place := self._place) is not None:
             place.ring()
@@ -136,19 +134,23 @@ class SqliteExecutor(Blocking):
             raise Misuse(USED_OUTSIDE)
         return self._connection
 
-    def _run(self, text: str, parameters: dict[str, Any] | None = None) -> Rows:
-        try:  # not `asking()`: this is the hot path
-            cursor = self.handle.cursor()
+    def _rows(self, text: str, parameters: Mapping[str, Value] = NOTHING) -> Rows:
+        try:
+            cursor = (self._connection or self.handle).cursor()
             cursor.row_factory = None  # rows as they are, whatever the connection makes of them
-            return tuple(cursor.execute(text, parameters or {}).fetchall())
+            return tuple(cursor.execute(text, parameters).fetchall())
         except sqlite3.Error as error:
-            if (known := ours(error)) is not None:
-                raise known from error
-            raise
+            _raise(error)
+
+    def _run(self, text: str) -> None:
+        try:
+            (self._connection or self.handle).execute(text)
+        except sqlite3.Error as error:
+            _raise(error)
 
     def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
-        return self._run(statement.text, statement.named(command))
+        return self._rows(statement.text, statement.named(command))
 
     def script(self, command: plan.Script) -> None:
         self._run(command.text)
@@ -162,8 +164,10 @@ class SqliteExecutor(Blocking):
             except sqlite3.Error as error:
                 raise StoreUnavailable(f"SQLite: {error}") from error
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
-            with asking():
+            try:
                 self._connection.isolation_level = None
+            except sqlite3.Error as error:
+                _raise(error)
         wait = max(command.wait, command.in_line)
         if self._in_line:
             wait = self._stand_in_line(wait)
@@ -174,10 +178,10 @@ class SqliteExecutor(Blocking):
     def _stand_in_line(self, wait: float) -> float:
         """Wait for the turn; the seconds that are left. If it does not come, SQLite is asked all the same."""
         self._end_turn()  # of a transaction that the handler has ended
-        file = next(file for _, name, file in self._run("PRAGMA database_list") if name == "main")
+        file = next(file for _, name, file in self._rows("PRAGMA database_list") if name == "main")
         if file:  # else it is in memory, or temporary, and nobody else's
             self._place = Place(line_of(file), self)
-            if not self._place.is_first:
+            if not self._place.is_first and not self._given_up:
                 # The last to close a file has SQLite write the log back and delete it: while the next one has
                 # it open, nobody is the last. Connected is not enough; it is opened by the first to read.
                 with suppress(TaptwiceError):
@@ -205,7 +209,7 @@ class SqliteExecutor(Blocking):
 
     def _waiting(self, wait: float, statement: str) -> None:
         """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
-        [(before,)] = self._run("PRAGMA busy_timeout")
+        [(before,)] = self._rows("PRAGMA busy_timeout")
         wanted = min(int(wait * 1000), LONGEST_BUSY_TIMEOUT)
         if before == wanted:
             self._run(statement)
@@ -227,10 +231,13 @@ class SqliteExecutor(Blocking):
         self._run(f"RELEASE {SAVEPOINT}")
 
     def commit(self, command: plan.Commit) -> None:
-        if not self.handle.in_transaction:
+        connection = self.handle
+        if not connection.in_transaction:
             raise Torn
-        with asking(at_commit):
-            self.handle.execute("COMMIT")
+        try:
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            _raise(error, at_commit)
         self._end_turn()
 
     def rollback(self, command: plan.Rollback) -> bool:
