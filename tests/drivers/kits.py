@@ -27,7 +27,7 @@ from sqlalchemy.orm import sessionmaker
 from taptwice import drivers, sql
 from taptwice.core.fingerprint import of_value
 from taptwice.core.model import Answer, Keyed
-from taptwice.core.plan import Command, Plan, arun, run
+from taptwice.core.plan import Begin, Command, Plan, Sleep, Together, arun, run
 from taptwice.drivers import aiosqlite as aiosqlite_driver
 from taptwice.drivers import sqlite as sqlite_driver
 from taptwice.flows.transaction import Asked, Claimed, Concluded, conclude, open_claim
@@ -66,6 +66,8 @@ class Kit:
     source: Any = None
     bouncer: bool = False
     """Behind PgBouncer in transaction mode, where a prepared statement is on another server the next time."""
+    in_line: bool = False
+    """Whoever waits for SQLite's one writer stands in line."""
     on_command: list[Callable[[Command[Any]], None]] = field(default_factory=list)
 
     # --- plans ------------------------------------------------------------------------------------------
@@ -432,8 +434,8 @@ POSTGRES: dict[str, Callable[[str], Kit]] = {
     "asyncpg": lambda url: AsyncpgKit("asyncpg", url),
 }
 SQLITE: dict[str, Callable[[str], Kit]] = {
-    "sqlite3": lambda path: SqliteKit("sqlite3", path, "sqlite", blocking=True),
-    "aiosqlite": lambda path: AiosqliteKit("aiosqlite", path, "sqlite"),
+    "sqlite3": lambda path: SqliteKit("sqlite3", path, "sqlite", blocking=True, in_line=True),
+    "aiosqlite": lambda path: AiosqliteKit("aiosqlite", path, "sqlite", in_line=True),
 }
 
 
@@ -509,6 +511,17 @@ def signal_at(kit: Kit, wanted: Callable[[Command[Any]], bool]) -> asyncio.Event
 
     kit.on_command.append(note)
     return event
+
+
+def signal_at_waiting(kit: Kit) -> asyncio.Event:
+    """An event that is set when a plan of this kit is to wait: in line, or by asking again."""
+
+    def waits(command: Command[Any]) -> bool:
+        parts = command.commands if isinstance(command, Together) else (command,)
+        stands = kit.in_line and any(isinstance(part, Begin) and part.in_line for part in parts)
+        return stands or isinstance(command, Sleep)
+
+    return signal_at(kit, waits)
 
 
 def sqlite_database(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Command, Commit, Plan, Savepoint, Script, Sleep, Together, ask
+from taptwice.core.plan import Begin, Command, Commit, Plan, Savepoint, Script, Together, ask
 from taptwice.errors import InFlight, KeyReused, Misuse
 from taptwice.flows import transaction
 from taptwice.flows.transaction import (
@@ -19,7 +19,17 @@ from taptwice.flows.transaction import (
     abandon,
 )
 from taptwice.stores.sql import SqlStore
-from tests.drivers.kits import DONE, Kit, asked, claim, finish, on_all, on_postgres, one_charge, signal_at
+from tests.drivers.kits import (
+    DONE,
+    Kit,
+    asked,
+    claim,
+    finish,
+    on_all,
+    on_postgres,
+    one_charge,
+    signal_at_waiting,
+)
 
 ANSWERS = {
     "json": Answer(201, (("content-type", "application/json"), ("x", "1"), ("x", "2")), b'{"a":1}'),
@@ -79,7 +89,7 @@ async def test_who_waits_gets_the_answer_of_the_first(kit: Kit) -> None:
     executor, claimed = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
 
-    waits = signal_at(kit, lambda command: isinstance(command, Sleep))
+    waits = signal_at_waiting(kit)
     second = asyncio.create_task(claim(kit, asked(wait=60)))
     await waits.wait()
     await finish(kit, asked(), executor, claimed)
@@ -95,7 +105,7 @@ async def test_who_waits_does_the_work_when_the_first_gave_up(kit: Kit) -> None:
     executor, _ = await claim(kit, asked())
     await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
 
-    waits = signal_at(kit, lambda command: isinstance(command, Sleep))
+    waits = signal_at_waiting(kit)
     second = asyncio.create_task(claim(kit, asked(wait=60)))
     await waits.wait()
     await kit.run(abandon(), executor)

@@ -15,8 +15,9 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Close
+from taptwice.core.plan import Begin, Close, Query, Together
 from taptwice.core.policy import Policy
+from taptwice.drivers import system
 from taptwice.errors import InFlight, Misuse
 from taptwice.events import Event, Outcome
 from taptwice.http.asgi import Idempotency, conducted_in, read_body
@@ -746,6 +747,28 @@ async def test_a_command_waits_for_the_thread_before_it() -> None:
     let_go.set()
     await closing
     assert done == ["Begin", "Close"]
+
+
+async def test_to_wait_for_a_thread_is_to_wait_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets his thread late has the less time for his turn."""
+    clock, begun, let_go = 100.0, threading.Event(), threading.Event()
+    monkeypatch.setattr(system, "now", lambda: clock)
+    seen: list[Any] = []
+
+    class Executor:
+        def execute(self, command: Any) -> None:
+            seen.append(command)
+            begun.set()
+            let_go.wait()
+
+    threads, wanted = Threads(1), Together((Begin(in_line=5.0), Query("claim")))
+    waiting = [asyncio.create_task(threads.execute(Executor(), wanted)) for _ in range(3)]
+    await asyncio.to_thread(begun.wait)
+    clock = 103.0
+    let_go.set()
+    await asyncio.gather(*waiting)
+    late = Together((Begin(in_line=2.0), Query("claim")))
+    assert seen == [wanted, late, late]
 
 
 def test_a_policy_that_does_not_exist_is_refused_where_it_is_written(small: Shop) -> None:

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from taptwice.core import fingerprint
 from taptwice.core.model import Answer, Keyed
-from taptwice.core.plan import Begin, Close, Command, Commit, Now, Plan, Sleep, Undo, ask, run
+from taptwice.core.plan import Begin, Close, Command, Commit, Now, Plan, Sleep, Together, Undo, ask, run
 from taptwice.errors import TaptwiceError
 from taptwice.flows.transaction import (
     Asked,
@@ -65,7 +65,13 @@ class Untimed:
         if isinstance(command, Sleep):
             self._clock += command.seconds
             return None
-        return self.handle_of.execute(Begin() if isinstance(command, Begin) else command)
+        return self.handle_of.execute(at_once(command))
+
+
+def at_once(command: Command[Any]) -> Command[Any]:
+    if isinstance(command, Together):
+        return Together(tuple(map(at_once, command.commands)))
+    return Begin() if isinstance(command, Begin) else command
 
 
 @dataclass

@@ -57,10 +57,12 @@ class Script(Command[None]):
 class Begin(Command[None]):
     """Take a connection and begin a transaction on it that is ready to write.
 
-    `wait` is how many seconds a database with a single writer may wait for its turn.
+    `wait` is how many seconds a database with a single writer may wait for its turn. `in_line` is the same
+    for drivers that have those of this process stand in line; the others do not wait for it.
     """
 
     wait: float = 0.0
+    in_line: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

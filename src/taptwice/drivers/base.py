@@ -50,6 +50,9 @@ class Blocking:
     def together(self, command: Together) -> tuple[Any, ...]:
         return tuple([getattr(self, METHODS[type(each)])(each) for each in command.commands])
 
+    def give_up(self) -> None:
+        """Told from another thread that nobody wants the transaction any more: it need not wait for it."""
+
     def flush(self, command: plan.Flush) -> None:
         """Only an ORM holds anything back."""
 

@@ -180,7 +180,7 @@ class SqlalchemyExecutor(Blocking):
         with asking(self.dialect):
             result = connection.exec_driver_sql(statement, values)
             rows = tuple(map(tuple, result)) if result.returns_rows else ()
-        self._torn |= command.statement == "insert" and not rows
+        self._torn |= command.statement == "insert" and self.dialect == "postgresql" and not rows
         return rows
 
     def _run(self, statement: str) -> Any:

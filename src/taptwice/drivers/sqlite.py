@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from taptwice import sql
 from taptwice.core import plan
-from taptwice.core.plan import Rows
-from taptwice.drivers import system
+from taptwice.core.plan import Rows, Value
 from taptwice.drivers.base import GIVEN_BACK, SAVEPOINT, USED_OUTSIDE, Blocking, logger
+from taptwice.drivers.turns import Place, line_of
 from taptwice.errors import (
     Busy,
     ConstraintViolated,
@@ -78,43 +77,25 @@ def at_commit(error: BaseException) -> TaptwiceError | None:
     return None if isinstance(known, ConstraintViolated) else known
 
 
-@contextmanager
-def asking(known: Callable[[BaseException], TaptwiceError | None] = ours) -> Iterator[None]:
-    """Around statements of ours."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        if (ours_for_it := known(error)) is not None:
-            raise ours_for_it from error
-        raise
+def _raise(error: sqlite3.Error, known: Callable[[BaseException], TaptwiceError | None] = ours) -> NoReturn:
+    """Raise our error for one at a statement of ours, or the error itself."""
+    if (ours_for_it := known(error)) is not None:
+        raise ours_for_it from error
+    raise error
 
 
-PATIENCE = 0.5
-"""Seconds for which those of one process believe each other that somebody is writing; then they try."""
+NOTHING: Mapping[str, Value] = {}
 
-
-class Writer:
-    """Who of this process is writing. It spares the others a connection for most tries that must fail.
-
-    Most, not all: SQLite alone knows who may write, and an origin that is a function may open several
-    databases.
-    """
-
-    def __init__(self) -> None:
-        self._last: weakref.ref[Any] | None = None
-        self._tried = 0.0
-
-    def begins(self, executor: Any, wait: float) -> None:
-        """Raises `Busy` for one that does not wait, while another is at it."""
-        last = None if self._last is None else self._last()
-        now = system.now()
-        if not wait and last is not None and last.is_writing and now < self._tried + PATIENCE:
-            raise Busy("another transaction of this process is writing to this SQLite database")
-        self._last, self._tried = weakref.ref(executor), now
+LONGEST_BUSY_TIMEOUT = 2**31 - 1
+"""Milliseconds; SQLite takes a larger number for 0."""
 
 
 class SqliteExecutor(Blocking):
-    """Commands on one sqlite3 connection: the caller's, or one from `connect` at `Begin`."""
+    """Commands on one sqlite3 connection: the caller's, or one from `connect` at `Begin`.
+
+    `in_line`: it stands in the line of its file before it begins, and has the turn to the end of the
+    transaction. On a connection of the caller's, the end would show nowhere.
+    """
 
     dialect: sql.Dialect = "sqlite"
 
@@ -122,24 +103,30 @@ class SqliteExecutor(Blocking):
         self,
         connection: sqlite3.Connection | None = None,
         connect: Callable[[], sqlite3.Connection] | None = None,
-        writer: Writer | None = None,
+        in_line: bool = False,
     ) -> None:
         self._connection = connection
         self._connect = connect
-        self._writer = writer
+        self._in_line = in_line
+        self._place: Place | None = None
+        self._begun = False
+        self._given_up = False
 
     @property
-    def has_connection(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def is_writing(self) -> bool:
-        """False, too, when the handler ended the transaction by itself."""
+    def is_gone(self) -> bool:
+        """As `Writer.is_gone`."""
         connection = self._connection
         try:
-            return connection is not None and connection.in_transaction
+            over = self._begun and connection is not None and not connection.in_transaction
         except sqlite3.Error:  # the handler has closed it
-            return False
+            return True
+        return over or self._given_up
+
+    def give_up(self) -> None:
+        """As `Blocking.give_up`: it waits for its turn no longer."""
+        self._given_up = True
+        if (place := self._place) is not None:
+            place.ring()
 
     @property
     def handle(self) -> sqlite3.Connection:
@@ -147,19 +134,23 @@ class SqliteExecutor(Blocking):
             raise Misuse(USED_OUTSIDE)
         return self._connection
 
-    def _run(self, text: str, parameters: dict[str, Any] | None = None) -> Rows:
-        try:  # not `asking()`: this is the hot path
-            cursor = self.handle.cursor()
+    def _rows(self, text: str, parameters: Mapping[str, Value] = NOTHING) -> Rows:
+        try:
+            cursor = (self._connection or self.handle).cursor()
             cursor.row_factory = None  # rows as they are, whatever the connection makes of them
-            return tuple(cursor.execute(text, parameters or {}).fetchall())
+            return tuple(cursor.execute(text, parameters).fetchall())
         except sqlite3.Error as error:
-            if (known := ours(error)) is not None:
-                raise known from error
-            raise
+            _raise(error)
+
+    def _run(self, text: str) -> None:
+        try:
+            (self._connection or self.handle).execute(text)
+        except sqlite3.Error as error:
+            _raise(error)
 
     def query(self, command: plan.Query) -> Rows:
         statement = STATEMENTS[command.statement]
-        return self._run(statement.text, statement.named(command))
+        return self._rows(statement.text, statement.named(command))
 
     def script(self, command: plan.Script) -> None:
         self._run(command.text)
@@ -168,17 +159,43 @@ class SqliteExecutor(Blocking):
         if self._connection is None:
             if self._connect is None:
                 raise Misuse(GIVEN_BACK)
-            if self._writer is not None:
-                self._writer.begins(self, command.wait)
             try:
                 self._connection = self._connect()
             except sqlite3.Error as error:
                 raise StoreUnavailable(f"SQLite: {error}") from error
             # Python's own implicit BEGIN would come before ours, and be a deferred one.
-            with asking():
+            try:
                 self._connection.isolation_level = None
+            except sqlite3.Error as error:
+                _raise(error)
+        wait = max(command.wait, command.in_line)
+        if self._in_line:
+            wait = self._stand_in_line(wait)
         # Restored on our own connections, too: without write-ahead logging COMMIT waits for readers.
-        self._waiting(command.wait, "BEGIN IMMEDIATE")
+        self._waiting(wait, "BEGIN IMMEDIATE")
+        self._begun = True
+
+    def _stand_in_line(self, wait: float) -> float:
+        """Wait for the turn; the seconds that are left. If it does not come, SQLite is asked all the same."""
+        self._end_turn()  # of a transaction that the handler has ended
+        file = next(file for _, name, file in self._rows("PRAGMA database_list") if name == "main")
+        if file:  # else it is in memory, or temporary, and nobody else's
+            self._place = Place(line_of(file), self)
+            if not self._place.is_first and not self._given_up:
+                # The last to close a file has SQLite write the log back and delete it: while the next one has
+                # it open, nobody is the last. Connected is not enough; it is opened by the first to read.
+                with suppress(TaptwiceError):
+                    self._waiting(0, "SELECT 1 FROM sqlite_master LIMIT 1")
+                wait = self._place.wait(wait)
+        if self.is_gone:
+            self._end_turn()
+            raise Busy("nobody waits for this transaction any more")
+        return wait
+
+    def _end_turn(self) -> None:
+        place, self._place, self._begun = self._place, None, False
+        if place is not None:
+            _ = place.leave()
 
     def join(self, command: plan.Join) -> None:
         connection = self.handle
@@ -192,8 +209,8 @@ class SqliteExecutor(Blocking):
 
     def _waiting(self, wait: float, statement: str) -> None:
         """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
-        [(before,)] = self._run("PRAGMA busy_timeout")
-        wanted = int(wait * 1000)
+        [(before,)] = self._rows("PRAGMA busy_timeout")
+        wanted = min(int(wait * 1000), LONGEST_BUSY_TIMEOUT)
         if before == wanted:
             self._run(statement)
             return
@@ -214,10 +231,14 @@ class SqliteExecutor(Blocking):
         self._run(f"RELEASE {SAVEPOINT}")
 
     def commit(self, command: plan.Commit) -> None:
-        if not self.handle.in_transaction:
+        connection = self.handle
+        if not connection.in_transaction:
             raise Torn
-        with asking(at_commit):
-            self.handle.execute("COMMIT")
+        try:
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            _raise(error, at_commit)
+        self._end_turn()
 
     def rollback(self, command: plan.Rollback) -> bool:
         try:
@@ -227,6 +248,9 @@ class SqliteExecutor(Blocking):
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
             logger.warning("a rollback on SQLite failed", exc_info=True)
+        finally:
+            self._end_turn()
+            self._given_up = False
         return True
 
     def close(self, command: plan.Close) -> None:
@@ -246,10 +270,9 @@ class SqliteSource:
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
-        self._writer = Writer()
 
     def open(self) -> SqliteExecutor:
-        return SqliteExecutor(connect=self._connect, writer=self._writer)
+        return SqliteExecutor(connect=self._connect, in_line=True)
 
 
 def join(connection: Any) -> SqliteExecutor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from taptwice.core.plan import Begin, Command, Join, Now, Plan, Query, Result, Sleep, Together
@@ -137,8 +137,10 @@ class _Game:
 
 def _at_once(command: Command[Any]) -> Command[Any]:
     """The same command without waiting."""
-    if isinstance(command, Begin | Join) and command.wait:
-        return replace(command, wait=0.0)
+    if isinstance(command, Begin):
+        return Begin()
+    if isinstance(command, Join):
+        return Join()
     if isinstance(command, Query) and dict(command.parameters).get("wait_ms"):
         return Query(command.statement, tuple({**dict(command.parameters), "wait_ms": 0}.items()))
     return command

@@ -134,15 +134,15 @@ def open_claim(store: SqlStore, asked: Asked) -> Plan[Claimed | Replayed]:
     Raises `InFlight` after `asked.wait`, `KeyReused`, `StoreUnavailable`. Only `Claimed` leaves the
     transaction open.
     """
-    started = yield from ask(Now())
+    started = now = yield from ask(Now())
     pause = FIRST_POLL
     while True:
-        patience, refusal = asked.wait, InFlight()
+        patience, refusal = asked.wait, None
         try:
-            found = yield from _attempt(store, asked)
+            found = yield from _attempt(store, asked, max(asked.wait, TURN) - (now - started))
         except Contention:
             # Not this key: the one writer of the database, or a serialization failure at the claim.
-            patience, refusal = max(asked.wait, TURN), InFlight(BUSY)
+            patience, refusal = max(asked.wait, TURN), BUSY
         else:
             decision = _decide(found, asked.fingerprint)
             if decision is Decision.PROCEED:
@@ -150,8 +150,9 @@ def open_claim(store: SqlStore, asked: Asked) -> Plan[Claimed | Replayed]:
             yield from abandon()
             if decision is not Decision.HELD:
                 return _refuse_or_replay(decision, found)
-        if (yield from ask(Now())) + pause > started + patience:
-            raise refusal
+        now = yield from ask(Now())
+        if now + pause > started + patience:
+            raise InFlight(refusal)
         yield from ask(Sleep(pause))
         pause = min(2 * pause, LONGEST_POLL)
 
@@ -197,10 +198,10 @@ def abandon() -> Plan[bool]:
     return was_open
 
 
-def _attempt(store: SqlStore, asked: Asked) -> Plan[Found]:
+def _attempt(store: SqlStore, asked: Asked, in_line: float) -> Plan[Found]:
     after = (Savepoint(),) if asked.savepoint else ()
     try:
-        return (yield from store.claim(asked.keyed, 0, (Begin(),), after))
+        return (yield from store.claim(asked.keyed, 0, (Begin(in_line=in_line),), after))
     except BaseException:
         yield from abandon()
         raise

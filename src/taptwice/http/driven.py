@@ -6,12 +6,16 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from taptwice.core.plan import Begin, Command, Now, Plan, Sleep, Together, arun, run
 from taptwice.drivers import system
 
 Result = TypeVar("Result")
+
+NOTICED = 0.1
+"""Seconds of waiting for a thread that are taken off the waiting in line."""
 
 
 class Threads:
@@ -28,12 +32,29 @@ class Threads:
     async def execute(self, executor: Any, command: Command[Result]) -> Result:
         """Carry one command out."""
         parts = command.commands if isinstance(command, Together) else (command,)
-        begins = any(isinstance(part, Begin) for part in parts)
-        return await _in(self._beginning if begins else self._others, executor.execute, command)
+        if not any(isinstance(part, Begin) for part in parts):
+            return await _in(self._others, executor.execute, command)
+        asked = system.now()
+
+        def begin() -> Any:
+            late = system.now() - asked
+            return executor.execute(command if late < NOTICED else _sooner(command, late))
+
+        begun: Result = await _in(self._beginning, begin)
+        return begun
 
     async def finish(self, executor: Any, plan: Plan[Result]) -> Result:
         """Drive a whole plan that takes no connection."""
         return await _in(self._others, run, plan, executor.execute)
+
+
+def _sooner(command: Command[Any], seconds: float) -> Command[Any]:
+    """The same, waiting in line for so much less: the time that it has waited for a thread."""
+    if isinstance(command, Together):
+        return Together(tuple(_sooner(each, seconds) for each in command.commands))
+    if isinstance(command, Begin):
+        return replace(command, in_line=max(0.0, command.in_line - seconds))
+    return command
 
 
 async def _in(pool: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any) -> Result:
@@ -80,6 +101,8 @@ class Driven:
         execute = self.execute if self._blocking else self.executor.execute
 
         async def cancelled(error: BaseException) -> Result:
+            if self._blocking:
+                self.executor.give_up()
             return await to_its_end(arun(plan, execute, thrown=error))
 
         return await arun(plan, execute, cancelled=cancelled)

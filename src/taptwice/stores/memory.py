@@ -149,6 +149,9 @@ class MemoryExecutor:
             raise Misuse("the claim's connection is used outside its transaction")
         return self._handle
 
+    def give_up(self) -> None:
+        """Nothing here is waited for in line."""
+
     def execute(self, command: Command[Reply], /) -> Reply:
         together = isinstance(command, plan.Together)  # between its commands others may come
         with nullcontext() if together else self.database.changed:

@@ -14,6 +14,8 @@ from taptwice.errors import Misuse, StoreUnavailable
 
 Commands = tuple[Command[Any], ...]
 
+LOCK: Commands = (Query("lock"),)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -71,7 +73,7 @@ class SqlStore:
         parameters = (("lock", keyed.lock), ("id", keyed.id), ("wait_ms", int(wait * 1000)))
         # On SQLite, where the right to write is the lock, `Begin` and `Join` take it. This first write, of
         # nothing, brings up what would only come up behind the work: that the database cannot be written to.
-        lock = (Query("lock"),) if self.dialect == "sqlite" else ()
+        lock = LOCK if self.dialect == "sqlite" else ()
         replies = yield from ask(Together((*before, *lock, Query("claim", parameters), *after)))
         rows: Rows = replies[len(before) + len(lock)]
         locked, begun, read_only, *record = rows[0]
@@ -80,10 +82,13 @@ class SqlStore:
         return Found(bool(locked), begun, None if record[0] is None else _record(record))
 
     def insert(self, entry: Entry, before: Commands = (), after: Commands = ()) -> Plan[bool]:
-        """Save a finished answer in the transaction that claimed its key."""
+        """Save a finished answer in the transaction that claimed its key; False if that was ended.
+
+        On SQLite other commands tell that: `Release` and `Commit` raise `Torn`.
+        """
         query = Query("insert", (*self._values(entry), ("begun", entry.begun)))
         replies = yield from ask(Together((*before, query, *after)))
-        return bool(replies[len(before)])
+        return self.dialect == "sqlite" or bool(replies[len(before)])
 
     def insert_late(self, entry: Entry) -> Plan[bool]:
         """Save an answer after the claim's transaction was lost; False when there is a record by now."""
