@@ -12,6 +12,7 @@ proof that nothing was sent; no exception's name is.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -41,11 +42,10 @@ class Limit:
 
     def timeouts(self, given: Mapping[str, float | None]) -> dict[str, Until]:
         """The timeouts that httpcore takes, ending with this limit; `given` are its caller's, in seconds."""
-        phases = [given.get(phase) for phase in PHASES]
-        first = phases[0]
-        if phases.count(first) == len(phases):  # the usual case, and this is done for every attempt
+        first = given.get("read")
+        if given == dict.fromkeys(PHASES, first):  # the usual case, and this is done for every attempt
             return dict.fromkeys(PHASES, self.until(first))
-        return {phase: self.until(seconds) for phase, seconds in zip(PHASES, phases, strict=True)}
+        return {phase: self.until(given.get(phase)) for phase in PHASES}
 
     def until(self, seconds: float | None = None) -> Until:
         """A timeout of so many seconds, for a library; it ends with this limit."""
@@ -151,7 +151,26 @@ class WatchedBackend:
         self._inner.sleep(seconds)
 
 
-class Watched:
+class _Stream:
+    """What the blocking and the awaiting stream have in common."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+        self._socket = inner.get_extra_info("socket")
+        self._arrived: Any = None
+        if self._socket is not None and hasattr(select, "poll"):
+            self._arrived = select.poll()
+            self._arrived.register(self._socket, select.POLLIN)
+
+    def get_extra_info(self, info: str) -> Any:
+        # httpcore's pool asks for this twice a request, under its lock; its own streams make one each time.
+        if info == "is_readable" and self._arrived is not None:
+            return self._socket.fileno() < 0 or bool(self._arrived.poll(0))
+        return self._inner.get_extra_info(info)
+
+
+class Watched(_Stream):
     """A stream for httpcore that looks at the clock before it does anything.
 
     It reads and writes the socket itself: what httpcore's own stream would do, and with a watcher around
@@ -159,9 +178,7 @@ class Watched:
     """
 
     def __init__(self, inner: Any, core: Any, secure: bool = False) -> None:
-        self._inner = inner
-        self._core = core
-        self._socket = inner.get_extra_info("socket")
+        super().__init__(inner, core)
         self._secure = secure
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -202,9 +219,6 @@ class Watched:
         # TLS to a proxy, and again through it: no socket, but httpcore's stream, knows how to read that.
         kind = Delegating if self._secure else Watched
         return kind(made, self._core, True)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
 
 
 class Delegating(Watched):
@@ -256,12 +270,8 @@ class AsyncWatchedBackend:
         await self._inner.sleep(seconds)
 
 
-class AsyncWatched:
+class AsyncWatched(_Stream):
     """The awaiting twin of `Watched`."""
-
-    def __init__(self, inner: Any, core: Any) -> None:
-        self._inner = inner
-        self._core = core
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data: bytes = await self._inner.read(max_bytes, left(timeout, self._core.ReadTimeout))
@@ -281,6 +291,3 @@ class AsyncWatched:
     ) -> AsyncWatched:
         seconds = left(timeout, self._core.ConnectTimeout)
         return AsyncWatched(await self._inner.start_tls(ssl_context, server_hostname, seconds), self._core)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
