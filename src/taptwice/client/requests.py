@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from taptwice.client.errors import DeadlineExceeded, kin, missing
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
@@ -34,7 +35,7 @@ try:
     from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
-    from urllib3.util import Timeout, parse_url
+    from urllib3.util import Timeout
 except ModuleNotFoundError:
     raise missing("requests", "requests") from None
 
@@ -123,8 +124,8 @@ class RetryAdapter(HTTPAdapter):
             request.headers[policy.key_header] = format_key(key, policy.key_quoting == "sf-string")
         elif isinstance(key, bytes):
             key = key.decode("latin-1")
-        target = parse_url(request.url or "")
-        origin = f"{target.scheme}://{target.netloc}"
+        target = urlsplit(request.url or "")
+        origin = f"{target.scheme}://{target.netloc.rpartition('@')[2]}"
         call = Call(policy, self._world.clock(), method=request.method or "GET", key=key)
         return Going(call, self._gates[origin], self._world, self._listeners, origin)
 
