@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Urls"]
 
-_MOST = 256
+_MOST = 64
 
 
 class Urls:
