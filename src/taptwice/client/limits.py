@@ -15,7 +15,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 FOREVER = 1_000_000.0
 """Seconds. Larger timeouts do not fit into what the operating system takes."""
@@ -70,17 +70,19 @@ class Until(float):
     phase: float
     """What the caller allows for a single read, write or connect."""
 
-    def left(self) -> float:
-        """Seconds for the next operation, 0 or less when the limit is over."""
-        seconds = self.limit.end - self.limit.clock()
-        return self.phase if self.phase < seconds else seconds
 
-
+@overload
+def left(timeout: Until, too_late: type[Exception]) -> float: ...
+@overload
+def left(timeout: float | None, too_late: type[Exception]) -> float | None: ...
 def left(timeout: float | None, too_late: type[Exception]) -> float | None:
     """What to give an operation that was given `timeout`. Raises `too_late` when its end has passed."""
     if not isinstance(timeout, Until):
         return timeout
-    seconds = timeout.left()
+    limit, phase = timeout.limit, timeout.phase
+    seconds = limit.end - limit.clock()
+    if phase < seconds:
+        seconds = phase
     if seconds <= 0:
         raise too_late("the time limit of this attempt is over")
     return seconds
@@ -130,8 +132,7 @@ class WatchedBackend:
             raise self._core.ConnectError(str(error)) from error
         failure: Exception | None = None
         for place, address in enumerate(addresses):
-            left(timeout, self._core.ConnectTimeout)
-            share = timeout.left() / (len(addresses) - place)
+            share = left(timeout, self._core.ConnectTimeout) / (len(addresses) - place)
             try:
                 made = self._inner.connect_tcp(address, port, share, local_address, socket_options)
                 return Watched(made, self._core)

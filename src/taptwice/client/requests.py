@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from taptwice.client.errors import DeadlineExceeded, kin, missing
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import new_key
-from taptwice.client.limits import Limit, Until, addresses_of
+from taptwice.client.limits import Limit, Until, addresses_of, left
 from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
@@ -188,12 +188,12 @@ class _Limited:
         try:
             for place, address in enumerate(addresses[:-1]):
                 self._dns_host = address
-                self.timeout = max(0.001, until.left() / (len(addresses) - place))
+                self.timeout = left(until, ConnectTimeoutError) / (len(addresses) - place)
                 try:
                     return connect()
                 except (ConnectTimeoutError, NewConnectionError):
                     pass
-            self._dns_host, self.timeout = addresses[-1], max(0.001, until.left())
+            self._dns_host, self.timeout = addresses[-1], left(until, ConnectTimeoutError)
             return connect()
         finally:
             self._dns_host, self.timeout = host, until
