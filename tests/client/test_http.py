@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import pathlib
+import select
 import socket
 import ssl
 import threading
@@ -27,7 +28,18 @@ from taptwice.client.plan import StopReason
 from taptwice.client.policy import RetryPolicy
 from taptwice.client.reports import Attempted, Ended, report
 from taptwice.client.shell import inherit, layer
-from taptwice.client.testing import Peer, ScriptedServer, Step, answer, close, hang, no_wait, problem, send
+from taptwice.client.testing import (
+    Peer,
+    ScriptedServer,
+    Step,
+    answer,
+    close,
+    hang,
+    no_wait,
+    problem,
+    reset,
+    send,
+)
 from taptwice.client.world import World
 from taptwice.errors import KeyInvalid, Misuse
 from tests.client.doors import DOORS, Door
@@ -398,6 +410,38 @@ def test_accepted_and_closed_before_anything_was_sent_is_judged_by_what_was_writ
         with pytest.raises(httpx2.HTTPError) as caught:
             client.with_options(auto_key=False).post("/")
         assert report(caught.value).outcome is Outcome.UNKNOWN
+
+
+def ends_when_idle(heard: threading.Event, end: Callable[[Peer], None]) -> Step:
+    def step(peer: Peer) -> None:
+        answer(200)(peer)
+        heard.wait(5)
+        end(peer)
+
+    return step
+
+
+@pytest.mark.parametrize("end", [close, reset])
+def test_a_connection_that_ended_while_idle_is_not_used_again(end: Callable[[Peer], None]) -> None:
+    heard = threading.Event()
+    with ScriptedServer([ends_when_idle(heard, end), 200]) as server, Client(server.url) as client:
+        own = client.get("/").extensions["network_stream"].get_extra_info("socket")
+        heard.set()
+        select.select([own], [], [], 5)
+        assert len(report(client.get("/")).attempts) == 1
+        assert (len(server.requests), server.connections) == (2, 2)
+
+
+@pytest.mark.parametrize("end", [close, reset])
+async def test_nor_where_it_is_awaited(end: Callable[[Peer], None]) -> None:
+    heard = threading.Event()
+    with ScriptedServer([ends_when_idle(heard, end), 200]) as server:
+        async with AsyncClient(server.url) as client:
+            own = (await client.get("/")).extensions["network_stream"].get_extra_info("socket")
+            heard.set()
+            select.select([own], [], [], 5)
+            assert len(report(await client.get("/")).attempts) == 1
+        assert (len(server.requests), server.connections) == (2, 2)
 
 
 def test_s150_bodies_of_failures_are_thrown_away_and_connections_used_again() -> None:

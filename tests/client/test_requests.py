@@ -18,7 +18,7 @@ from taptwice.client.errors import DeadlineExceeded
 from taptwice.client.outcome import Outcome
 from taptwice.client.plan import StopReason
 from taptwice.client.policy import RetryPolicy
-from taptwice.client.reports import report
+from taptwice.client.reports import Attempted, Ended, report
 from taptwice.client.requests import RetryAdapter
 from taptwice.client.testing import ScriptedServer, Step, answer, close, drip, hang, no_wait
 from taptwice.core.breaker import CircuitBreaker
@@ -118,6 +118,13 @@ def test_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> 
         with session() as client:
             assert client.get(f"http://many.test:{server.port}/").status_code == 200
             assert server.requests[0].header("Host") == f"many.test:{server.port}"
+
+
+def test_an_origin_has_no_password() -> None:
+    heard: list[Attempted | Ended] = []
+    with ScriptedServer() as server, session(listeners=[heard.append]) as client:
+        client.get(server.url.replace("://", "://user:secret@"))
+        assert {event.origin for event in heard} == {server.url}
 
 
 def test_sockets_are_closed() -> None:

@@ -71,10 +71,10 @@ class RetryMiddleware:
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         """Make one call of the session's."""
-        before = _raised.get()
-        _raised.set(None)
-        if before is not None and before[0] is _call_of(request):
-            raise before[1]
+        if (before := _raised.get()) is not None:
+            _raised.set(None)
+            if before[0] is _call_of(request):
+                raise before[1]
         going = self._going(request)
 
         async def attempt(limit: Limit) -> Seen:
@@ -91,12 +91,14 @@ class RetryMiddleware:
             except (ClientError, OSError) as error:
                 if response is not None:
                     response.close()
-                going.call.replayable = not getattr(request.body, "consumed", False)
-                return of_error(error, head=response is not None)
+                seen = of_error(error, head=response is not None)
+            else:
+                if response.status < 400:
+                    return Seen(Outcome.PROCESSED, response.status, response)
+                header = response.headers.get
+                seen = of_answer(self._policy, response, response.status, header, lambda: body)
             going.call.replayable = not getattr(request.body, "consumed", False)
-            if response.status < 400:
-                return Seen(Outcome.PROCESSED, response.status, response)
-            return of_answer(self._policy, response, response.status, response.headers.get, lambda: body)
+            return seen
 
         return self._concluded(going, await going.arun(attempt), request)
 

@@ -24,6 +24,7 @@ from taptwice.errors import Misuse, TaptwiceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from taptwice.client.urls import Urls
     from taptwice.client.wish import Sent, Wish
     from taptwice.stores.intents import Intent
 
@@ -45,6 +46,7 @@ class Caller(Protocol):
     _namespace: str | None
     _policy: RetryPolicy
     _single: bool
+    _urls: Urls
     _world: World
 
 
@@ -57,18 +59,13 @@ class ClientCall(Going):
         policy, world = client._policy, client._world
         begun = world.clock()
         intent, key = options.pop("intent", None), options.pop("idempotency_key", None)
-        for name, value in (("intent", intent), ("idempotency_key", key)):
-            if value is not None and (not isinstance(value, str) or not value):
-                raise Misuse(f"{name}={value!r}: give text that is not empty, as {name}='order-17'")
-        if "deadline" in options:
-            policy = policy.replace(deadline=options.pop("deadline"))
+        if intent is not None or key is not None:
+            key = _key(client, intent, key)
         remembered = intent is not None and client._intents is not None
-        if intent is not None:
-            if key is not None:
-                raise Misuse("give intent or idempotency_key, not both: the key is made from the intent")
-            key = new_key() if remembered and not client._namespace else key_of(client._namespace, intent)
         if remembered:
             options["content"] = in_memory(options.get("content"))
+        if "deadline" in options:
+            policy = policy.replace(deadline=options.pop("deadline"))
         self._lib = client._lib
         self._http = client._http
         self.whole = whole
@@ -78,6 +75,7 @@ class ClientCall(Going):
                 self._sending[name] = options.pop(name)
         self._key: tuple[str, str] | None = None
         self._body: Body | None = None
+        url = client._urls.merged(url)
         if isinstance(options.get("content"), _ALWAYS_THE_SAME):
             self.request = client._http.build_request(method, url, **options)
         else:
@@ -195,3 +193,16 @@ class ClientCall(Going):
         if self._key is not None:
             request.headers[self._key[0]] = self._key[1]
         return request
+
+
+def _key(client: Caller, intent: Any, key: Any) -> str:
+    """The key that a call is given: itself, or by the name of its intent."""
+    for name, value in (("intent", intent), ("idempotency_key", key)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise Misuse(f"{name}={value!r}: give text that is not empty, as {name}='order-17'")
+    if intent is None:
+        return str(key)
+    if key is not None:
+        raise Misuse("give intent or idempotency_key, not both: the key is made from the intent")
+    drawn = client._intents is not None and not client._namespace
+    return new_key() if drawn else key_of(client._namespace, intent)

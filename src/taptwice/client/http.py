@@ -27,6 +27,7 @@ from taptwice.client.plan import StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
 from taptwice.client.reports import Listener, Report, attach
 from taptwice.client.settings import check
+from taptwice.client.urls import Urls
 from taptwice.client.world import REAL, World
 from taptwice.core.budget import RetryBudget
 from taptwice.errors import Misuse, TaptwiceError
@@ -146,6 +147,7 @@ class _Base(_Verbs[Reply]):
         elif base_url or settings:
             raise Misuse("give http=… its base_url and settings itself: they would be ignored here")
         self._http = http
+        self._urls = Urls(http)
         self._lib = library_of(http)
         if not isinstance(http, getattr(self._lib, self._kind)):
             other = "AsyncClient" if type(self).__name__ == "Client" else "Client"

@@ -12,9 +12,10 @@ proof that nothing was sent; no exception's name is.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 FOREVER = 1_000_000.0
 """Seconds. Larger timeouts do not fit into what the operating system takes."""
@@ -41,11 +42,10 @@ class Limit:
 
     def timeouts(self, given: Mapping[str, float | None]) -> dict[str, Until]:
         """The timeouts that httpcore takes, ending with this limit; `given` are its caller's, in seconds."""
-        phases = [given.get(phase) for phase in PHASES]
-        first = phases[0]
-        if phases.count(first) == len(phases):  # the usual case, and this is done for every attempt
+        first = given.get("read")
+        if given == dict.fromkeys(PHASES, first):  # the usual case, and this is done for every attempt
             return dict.fromkeys(PHASES, self.until(first))
-        return {phase: self.until(seconds) for phase, seconds in zip(PHASES, phases, strict=True)}
+        return {phase: self.until(given.get(phase)) for phase in PHASES}
 
     def until(self, seconds: float | None = None) -> Until:
         """A timeout of so many seconds, for a library; it ends with this limit."""
@@ -70,17 +70,19 @@ class Until(float):
     phase: float
     """What the caller allows for a single read, write or connect."""
 
-    def left(self) -> float:
-        """Seconds for the next operation, 0 or less when the limit is over."""
-        seconds = self.limit.end - self.limit.clock()
-        return self.phase if self.phase < seconds else seconds
 
-
+@overload
+def left(timeout: Until, too_late: type[Exception]) -> float: ...
+@overload
+def left(timeout: float | None, too_late: type[Exception]) -> float | None: ...
 def left(timeout: float | None, too_late: type[Exception]) -> float | None:
     """What to give an operation that was given `timeout`. Raises `too_late` when its end has passed."""
     if not isinstance(timeout, Until):
         return timeout
-    seconds = timeout.left()
+    limit, phase = timeout.limit, timeout.phase
+    seconds = limit.end - limit.clock()
+    if phase < seconds:
+        seconds = phase
     if seconds <= 0:
         raise too_late("the time limit of this attempt is over")
     return seconds
@@ -130,8 +132,7 @@ class WatchedBackend:
             raise self._core.ConnectError(str(error)) from error
         failure: Exception | None = None
         for place, address in enumerate(addresses):
-            left(timeout, self._core.ConnectTimeout)
-            share = timeout.left() / (len(addresses) - place)
+            share = left(timeout, self._core.ConnectTimeout) / (len(addresses) - place)
             try:
                 made = self._inner.connect_tcp(address, port, share, local_address, socket_options)
                 return Watched(made, self._core)
@@ -151,7 +152,26 @@ class WatchedBackend:
         self._inner.sleep(seconds)
 
 
-class Watched:
+class _Stream:
+    """What the blocking and the awaiting stream have in common."""
+
+    def __init__(self, inner: Any, core: Any) -> None:
+        self._inner = inner
+        self._core = core
+        self._socket = inner.get_extra_info("socket")
+        self._arrived: Any = None
+        if self._socket is not None and hasattr(select, "poll"):
+            self._arrived = select.poll()
+            self._arrived.register(self._socket, select.POLLIN)
+
+    def get_extra_info(self, info: str) -> Any:
+        # httpcore's pool asks for this twice a request, under its lock; its own streams make one each time.
+        if info == "is_readable" and self._arrived is not None:
+            return self._socket.fileno() < 0 or bool(self._arrived.poll(0))
+        return self._inner.get_extra_info(info)
+
+
+class Watched(_Stream):
     """A stream for httpcore that looks at the clock before it does anything.
 
     It reads and writes the socket itself: what httpcore's own stream would do, and with a watcher around
@@ -159,9 +179,7 @@ class Watched:
     """
 
     def __init__(self, inner: Any, core: Any, secure: bool = False) -> None:
-        self._inner = inner
-        self._core = core
-        self._socket = inner.get_extra_info("socket")
+        super().__init__(inner, core)
         self._secure = secure
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -202,9 +220,6 @@ class Watched:
         # TLS to a proxy, and again through it: no socket, but httpcore's stream, knows how to read that.
         kind = Delegating if self._secure else Watched
         return kind(made, self._core, True)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
 
 
 class Delegating(Watched):
@@ -256,12 +271,8 @@ class AsyncWatchedBackend:
         await self._inner.sleep(seconds)
 
 
-class AsyncWatched:
+class AsyncWatched(_Stream):
     """The awaiting twin of `Watched`."""
-
-    def __init__(self, inner: Any, core: Any) -> None:
-        self._inner = inner
-        self._core = core
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data: bytes = await self._inner.read(max_bytes, left(timeout, self._core.ReadTimeout))
@@ -281,6 +292,3 @@ class AsyncWatched:
     ) -> AsyncWatched:
         seconds = left(timeout, self._core.ConnectTimeout)
         return AsyncWatched(await self._inner.start_tls(ssl_context, server_hostname, seconds), self._core)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from taptwice.client.errors import DeadlineExceeded, kin, missing
 from taptwice.client.gate import Gates, MakeBreaker, MakeBudget
 from taptwice.client.keys import new_key
-from taptwice.client.limits import Limit, Until, addresses_of
+from taptwice.client.limits import Limit, Until, addresses_of, left
 from taptwice.client.outcome import Outcome, Seen, of_answer, of_error
 from taptwice.client.plan import Call, StopReason
 from taptwice.client.policy import DEFAULT, RetryPolicy
@@ -34,7 +35,7 @@ try:
     from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
-    from urllib3.util import Timeout, parse_url
+    from urllib3.util import Timeout
 except ModuleNotFoundError:
     raise missing("requests", "requests") from None
 
@@ -123,8 +124,8 @@ class RetryAdapter(HTTPAdapter):
             request.headers[policy.key_header] = format_key(key, policy.key_quoting == "sf-string")
         elif isinstance(key, bytes):
             key = key.decode("latin-1")
-        target = parse_url(request.url or "")
-        origin = f"{target.scheme}://{target.netloc}"
+        target = urlsplit(request.url or "")
+        origin = f"{target.scheme}://{target.netloc.rpartition('@')[2]}"
         call = Call(policy, self._world.clock(), method=request.method or "GET", key=key)
         return Going(call, self._gates[origin], self._world, self._listeners, origin)
 
@@ -187,12 +188,12 @@ class _Limited:
         try:
             for place, address in enumerate(addresses[:-1]):
                 self._dns_host = address
-                self.timeout = max(0.001, until.left() / (len(addresses) - place))
+                self.timeout = left(until, ConnectTimeoutError) / (len(addresses) - place)
                 try:
                     return connect()
                 except (ConnectTimeoutError, NewConnectionError):
                     pass
-            self._dns_host, self.timeout = addresses[-1], max(0.001, until.left())
+            self._dns_host, self.timeout = addresses[-1], left(until, ConnectTimeoutError)
             return connect()
         finally:
             self._dns_host, self.timeout = host, until

@@ -77,15 +77,6 @@ class _Transport:
     def _whole(self, request: Any) -> bool | None:
         return True if request.extensions.get("taptwice", {}).get("whole") else None
 
-    def _kept(self, response: Any, body: bytes) -> Any:
-        """The same response with its body in memory, still encoded as it came."""
-        return self._lib.Response(
-            response.status_code,
-            headers=response.headers.raw,
-            stream=self._lib.ByteStream(body),
-            extensions=response.extensions,
-        )
-
 
 class BlockingTransport(_Transport):
     """What `RetryTransport` of both libraries is."""
@@ -103,10 +94,12 @@ class BlockingTransport(_Transport):
         return concluded(going, lib, going.run(once), request, once, typed=False)
 
     def _read(self, response: Any) -> Any:
+        stream = response.stream
         try:
-            return self._kept(response, b"".join(response.stream))
+            response.stream = self._lib.ByteStream(b"".join(stream))  # still encoded as it came
         finally:
-            response.close()
+            stream.close()
+        return response
 
     def close(self) -> None:
         """Close the transport below."""
@@ -129,10 +122,12 @@ class AwaitingTransport(_Transport):
         return concluded(going, lib, await going.arun(once), request, once, typed=False)
 
     async def _read(self, response: Any) -> Any:
+        stream = response.stream
         try:
-            return self._kept(response, b"".join([part async for part in response.stream]))
+            response.stream = self._lib.ByteStream(b"".join([part async for part in stream]))
         finally:
-            await response.aclose()
+            await stream.aclose()
+        return response
 
     async def aclose(self) -> None:
         """Close the transport below."""
