@@ -187,7 +187,9 @@ class _Block(Claim):
             if self._joined:
                 self._place = id(self.connection)
                 _open.setdefault(self._place, []).append(self)
-        self._token = current.set(Current(self._asked.keyed.key))
+        # Inside a keyed handler its own stays: sessions find the transaction there that they join.
+        if (around := current.get()) is None or around.executor is None:
+            self._token = current.set(Current(self._asked.keyed.key))
 
     def _check_alone(self) -> None:
         around = _open.get(id(self.connection), ())
@@ -282,6 +284,8 @@ class _Block(Claim):
 
     def _forget(self) -> None:
         token, self._token = self._token, None
+        if token is None:
+            return
         try:
             current.reset(token)
         except ValueError:
