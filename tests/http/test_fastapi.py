@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import IntegrityError
+from starlette.background import BackgroundTask
 
 from taptwice.errors import Torn
 from taptwice.http.fastapi import Idempotency, IdempotentRoute, NotSaved
@@ -241,6 +242,24 @@ async def test_a_commit_that_fails_may_have_an_exception_handler(stack: Stack) -
         first = await client.charge()
         assert (first.status_code, first.text, stack.rows(), stack.saved()) == (409, "handled", [], [])
         assert (await client.charge()).status_code == 201
+
+
+@on(*POSTGRES)
+async def test_an_answer_that_was_not_committed_has_no_background_task(stack: Stack) -> None:
+    sent: list[int] = []
+
+    async def handler(work: Work) -> Any:
+        id_ = await work.insert(5)
+        if stack.calls == 1:
+            [[backend]] = await work.execute("SELECT pg_backend_pid()")
+            stack.execute(f"SELECT pg_terminate_backend({backend}, 10000)")
+        return JSONResponse({"id": id_}, 201, background=BackgroundTask(sent.append, stack.calls))
+
+    async with stack.client(handler) as client:
+        first, second = await client.charge(), await client.charge()
+    assert first.status_code == 503
+    assert (second.status_code, stack.rows()) == (201, [5])
+    assert sent == [2]
 
 
 @on()

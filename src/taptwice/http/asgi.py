@@ -166,6 +166,10 @@ class AsgiSettings(Settings):
             exchange.emit()
 
 
+class Replaced(Exception):
+    """Raised into an application whose answer was not committed; another went out in its place."""
+
+
 class Outgoing:
     """The `send` that a keyed application gets."""
 
@@ -192,6 +196,8 @@ class Outgoing:
                 await self._pass(messages)
             case Conclude(answer, messages):
                 await self._conclude(answer, messages)
+                if self._replaced:
+                    raise Replaced  # its background tasks belong to work that was undone
 
     async def _conclude(self, answer: Answer, messages: tuple[Message, ...]) -> None:
         try:
@@ -216,6 +222,8 @@ class Outgoing:
 
     async def recover(self, error: BaseException) -> bool:
         """The application failed. True when an answer was sent all the same; else the error is to go on."""
+        if isinstance(error, Replaced):
+            return True
         if self._failure is not None and not self._started and error is not self._failure:
             # Raised from inside the application's send it was taken for something else on its way out.
             raise self._failure from None
