@@ -417,6 +417,20 @@ async def test_a_raw_commit_tears_but_blocks_nobody(stack: Stack, strict: bool) 
     )
 
 
+@on()
+async def test_a_raw_commit_without_a_key_is_answered_as_what_it_is(stack: Stack) -> None:
+    """The work is done: an error would have it done again."""
+
+    async def handler(work: Work) -> Any:
+        await work.insert(5)
+        await work.execute("COMMIT")
+        return {}
+
+    async with stack.client(handler, required=False) as client:
+        assert (await client.charge(key=None)).status_code == 201
+    assert (stack.rows(), stack.saved()) == ([5], [])
+
+
 @on(*(name for name in STACKS if name != "sqlalchemy-psycopg"))
 async def test_a_raw_commit_in_front_of_a_failure_is_told(stack: Stack) -> None:
     """What was committed stays, and a retry does it again: nobody can mend that, so somebody must hear of it.

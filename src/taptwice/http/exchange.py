@@ -43,7 +43,7 @@ from taptwice.errors import (
 from taptwice.events import Event, Outcome, emit, is_heard, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current
-from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
+from taptwice.flows.transaction import TURN, Asked, Claimed, Concluded, Replayed
 from taptwice.http.request import Request
 from taptwice.http.settings import Settings
 from taptwice.stores.sql import SqlStore
@@ -240,13 +240,13 @@ class Exchange:
                 yield from self._release(state, answer.status)
                 return None
             if state is State.UNPROTECTED:
-                yield from self._commit_unprotected()
-                return None
-            if claimed is None or asked is None or store is None:
+                concluded = yield from self._commit_unprotected(answer)
+            elif claimed is None or asked is None or store is None:
                 raise AssertionError("a claim has all three")
-            headers = self.policy.kept_headers(answer.headers)
-            saved = Answer(answer.status, headers, self._kept_body(answer.body))
-            concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
+            else:
+                headers = self.policy.kept_headers(answer.headers)
+                saved = Answer(answer.status, headers, self._kept_body(answer.body))
+                concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
         except Misuse:
             self._note(Outcome.RELEASED)
             raise
@@ -258,22 +258,29 @@ class Exchange:
             self._note(Outcome.RELEASED)
             raise
         if concluded.torn:
-            self._note(Outcome.TORN, status=answer.status, detail="the handler ended the claim's transaction")
+            self._note(Outcome.TORN, status=answer.status, detail="the handler ended its transaction")
             if self.settings.strict:
                 raise Torn
+        if state is State.UNPROTECTED:
+            return None
         if concluded.replayed:
             self._note(Outcome.REPLAYED, status=concluded.answer.status)
             return self._replay(concluded.answer)
         self._note(Outcome.FINISHED, status=answer.status)
         return None
 
-    def _commit_unprotected(self) -> Plan[None]:
+    def _commit_unprotected(self, answer: Answer) -> Plan[Concluded]:
         try:
             if self.policy.savepoint:
                 yield from ask(Release())
             yield from ask(Commit())
+        except Torn:
+            # The work is done all the same: told of an error, its sender would have it done again.
+            yield from transaction.end_foreign()
+            return Concluded(answer, torn=True)
         finally:
             yield from transaction.abandon()
+        return Concluded(answer)
 
     def _kept_body(self, body: bytes | None) -> bytes | None:
         return None if body is None or len(body) > self.policy.save_max_body else body
