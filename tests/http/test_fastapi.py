@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+import traceback
 from typing import Any
 
 import asyncpg
@@ -381,6 +383,29 @@ async def test_a_swallowed_error_does_nothing(stack: Stack) -> None:
     async with stack.client(handler) as client:
         assert (await client.charge()).status_code == 500
     assert (stack.rows(), stack.saved()) == ([], [])
+
+
+@on(*POSTGRES)
+async def test_neither_key_nor_answer_stands_in_the_traceback_of_a_failure(stack: Stack) -> None:
+    async def handler(work: Work) -> Any:
+        with contextlib.suppress(Exception):
+            await work.execute("SELECT nonsense")
+        return {"card": "4242"}
+
+    app = stack.app(handler)
+    raised: list[str] = []
+
+    @app.exception_handler(Exception)
+    async def page(request: Request, error: Exception) -> Response:
+        raised.extend(traceback.format_exception(error))
+        return Response(status_code=500)
+
+    async with Client(app) as client:
+        assert (await client.charge("key-of-mine")).status_code == 500
+    told = "".join(raised)
+    assert "swallowed" in told
+    assert "key-of-mine" not in told
+    assert "4242" not in told
 
 
 @on()
