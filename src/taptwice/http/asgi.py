@@ -153,13 +153,16 @@ class AsgiSettings(Settings):
         conducted = Conducted(exchange, self.threads, pass_on)
         outgoing = Outgoing(conducted, send)
         token = current.set(exchange.current)
+        # No copy: middleware outside reads what is left in it, such as the request's state.
+        scope[SCOPE_KEY] = conducted
         try:
-            await app({**scope, SCOPE_KEY: conducted}, receive, outgoing)
+            await app(scope, receive, outgoing)
             outgoing.check()
         except BaseException as error:
             if not await outgoing.recover(error):
                 raise
         finally:
+            del scope[SCOPE_KEY]
             current.reset(token)
             if exchange.state is not State.OVER:
                 await conducted.abandon()  # it ended without an answer, or was cancelled at the claim
