@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -409,12 +411,14 @@ async def test_a_task_that_outlives_the_request_joins_nothing(stack: Stack) -> N
     maker = joined(stack.origin)
     go = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
+    used: list[weakref.ref[Session]] = []
 
     async def later() -> None:
         await go.wait()
         async with maker() as session:
             session.add(Charge(amount=9))
             await session.commit()
+            used.append(weakref.ref(session.sync_session))
 
     async def handler(work: Work) -> Any:
         await work.insert(5)
@@ -427,6 +431,8 @@ async def test_a_task_that_outlives_the_request_joins_nothing(stack: Stack) -> N
         go.set()
         await tasks[0]
         await until(lambda: stack.rows() == [5, 9])
+    gc.collect()
+    assert used[0]() is None, "a task that makes sessions for ever keeps them all"
 
 
 @on("sqlalchemy-asyncpg")

@@ -68,7 +68,7 @@ class Exchange:
         """An exception crossed the handler: its work is undone, whatever is answered."""
         self.not_saved = False
         """The handler asked for an answer that is not saved."""
-        self.current = Current()
+        self.current = Current(joinable=True)
         self._executor: Any = None
         self._store: SqlStore | None = None
         self._asked: Asked | None = None
@@ -135,7 +135,7 @@ class Exchange:
         except TaptwiceError as error:
             return self.refusal(error)
         if isinstance(outcome, Replayed):
-            self.state = State.OVER
+            _ = self._end()
             self._note(Outcome.REPLAYED, status=outcome.record.answer.status)
             return self._replay(outcome.record.answer)
         self._claimed = outcome
@@ -233,8 +233,7 @@ class Exchange:
         """
         claimed, asked, store = self._claimed, self._asked, self._store
         keeps = self.policy.keeps(answer.status) and not self.not_saved
-        state, self.state = self.state, State.OVER
-        self.current.executor = None
+        state = self._end()
         try:
             if not keeps or (state is State.UNPROTECTED and self.raised):
                 yield from self._release(state, answer.status)
@@ -287,10 +286,15 @@ class Exchange:
 
     def abandon(self) -> Plan[None]:
         """Undo everything and give the connection back; the key is free. May be called in any state."""
-        state, self.state = self.state, State.OVER
-        self.current.executor = None
+        state = self._end()
         if self.begun:
             yield from self._release(state)
+
+    def _end(self) -> State:
+        """It is over from here on. The state that it was in."""
+        state, self.state = self.state, State.OVER
+        self.current.end()
+        return state
 
     def _release(self, state: State, status: int | None = None) -> Plan[None]:
         """Give back without an answer; and tell where what should be undone now had been committed."""
@@ -305,7 +309,7 @@ class Exchange:
 
     def refusal(self, error: TaptwiceError) -> Answer:
         """The problem document for an error of ours, noted as the outcome of this request."""
-        self.state = State.OVER
+        _ = self._end()
         if (outcome := next((name for kind, name in _OUTCOMES if isinstance(error, kind)), None)) is not None:
             self._note(outcome, detail=error.detail)
         status, headers, body = problem(
