@@ -592,6 +592,23 @@ def test_of_broken_multipart_every_byte_counts(media: bytes, body: bytes) -> Non
     assert request(body, media) != request(body, media + b"; x=y")
 
 
+class Searched(bytes):
+    """Counts how often it is searched."""
+
+    times = 0
+
+    def find(self, *wanted: Any) -> int:
+        type(self).times += 1
+        return super().find(*wanted)
+
+
+def test_a_body_full_of_dashes_is_searched_once() -> None:
+    body = Searched(b"x" + b"-" * 10_000 + b"--B" * 10_000)
+    of_request("POST", "/", b"", [(b"content-type", b"multipart/form-data; boundary=-")], body)
+    of_request("POST", "/", b"", [(b"content-type", b"multipart/form-data; boundary=B")], body)
+    assert Searched.times == 2
+
+
 def test_multipart_that_is_not_form_data_counts_by_its_bytes() -> None:
     assert multipart(NOTE, media=b"multipart/mixed; boundary=B") != multipart(
         NOTE, boundary=b"C", media=b"multipart/mixed; boundary=C"

@@ -70,6 +70,11 @@ def test_header_lines_come_back_as_they_were(headers: tuple[tuple[str, str], ...
     assert unpack_headers(pack_headers(headers)) == headers
 
 
+def test_a_value_with_a_line_end_stays_one_line() -> None:
+    packed = pack_headers((("location", "/1\r\nset-cookie: a=b"), ("link", "\0")))
+    assert unpack_headers(packed) == (("location", "/1  set-cookie: a=b"), ("link", " "))
+
+
 def test_no_header_takes_no_room() -> None:
     assert pack_headers(()) == b""
     assert unpack_headers(b"") == ()

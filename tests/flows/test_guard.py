@@ -469,6 +469,14 @@ def test_a_body_that_is_no_json_saves_nothing(shop: Shop, connection: Any) -> No
     assert shop.records() == {}
 
 
+def test_a_header_that_cannot_be_one_saves_nothing_and_undoes_the_work(connection: Any) -> None:
+    with pytest.raises(Misuse, match="Latin-1"), claimed(connection) as claim:
+        connection.execute("INSERT INTO charges VALUES ('acct', 'k', 100)")
+        claim.finish(201, None, {"X-Price": "1 €"})
+    connection.commit()
+    assert connection.execute("SELECT * FROM charges").fetchall() == []
+
+
 def test_finish_twice_and_on_a_replay_and_answer_too_early(connection: Any) -> None:
     with claimed(connection) as claim:
         with pytest.raises(Misuse, match="no answer yet"):

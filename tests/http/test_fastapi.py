@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+import traceback
 from typing import Any
 
 import asyncpg
@@ -13,6 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import IntegrityError
+from starlette.background import BackgroundTask
 
 from taptwice.errors import Torn
 from taptwice.http.fastapi import Idempotency, IdempotentRoute, NotSaved
@@ -243,6 +246,24 @@ async def test_a_commit_that_fails_may_have_an_exception_handler(stack: Stack) -
         assert (await client.charge()).status_code == 201
 
 
+@on(*POSTGRES)
+async def test_an_answer_that_was_not_committed_has_no_background_task(stack: Stack) -> None:
+    sent: list[int] = []
+
+    async def handler(work: Work) -> Any:
+        id_ = await work.insert(5)
+        if stack.calls == 1:
+            [[backend]] = await work.execute("SELECT pg_backend_pid()")
+            stack.execute(f"SELECT pg_terminate_backend({backend}, 10000)")
+        return JSONResponse({"id": id_}, 201, background=BackgroundTask(sent.append, stack.calls))
+
+    async with stack.client(handler) as client:
+        first, second = await client.charge(), await client.charge()
+    assert first.status_code == 503
+    assert (second.status_code, stack.rows()) == (201, [5])
+    assert sent == [2]
+
+
 @on()
 async def test_not_saved(stack: Stack) -> None:
     async def handler(work: Work) -> Any:
@@ -364,6 +385,29 @@ async def test_a_swallowed_error_does_nothing(stack: Stack) -> None:
     assert (stack.rows(), stack.saved()) == ([], [])
 
 
+@on(*POSTGRES)
+async def test_neither_key_nor_answer_stands_in_the_traceback_of_a_failure(stack: Stack) -> None:
+    async def handler(work: Work) -> Any:
+        with contextlib.suppress(Exception):
+            await work.execute("SELECT nonsense")
+        return {"card": "4242"}
+
+    app = stack.app(handler)
+    raised: list[str] = []
+
+    @app.exception_handler(Exception)
+    async def page(request: Request, error: Exception) -> Response:
+        raised.extend(traceback.format_exception(error))
+        return Response(status_code=500)
+
+    async with Client(app) as client:
+        assert (await client.charge("key-of-mine")).status_code == 500
+    told = "".join(raised)
+    assert "swallowed" in told
+    assert "key-of-mine" not in told
+    assert "4242" not in told
+
+
 @on()
 @pytest.mark.parametrize("strict", [False, True])
 async def test_a_raw_commit_tears_but_blocks_nobody(stack: Stack, strict: bool) -> None:
@@ -396,6 +440,20 @@ async def test_a_raw_commit_tears_but_blocks_nobody(stack: Stack, strict: bool) 
             "replayed",
         ]
     )
+
+
+@on()
+async def test_a_raw_commit_without_a_key_is_answered_as_what_it_is(stack: Stack) -> None:
+    """The work is done: an error would have it done again."""
+
+    async def handler(work: Work) -> Any:
+        await work.insert(5)
+        await work.execute("COMMIT")
+        return {}
+
+    async with stack.client(handler, required=False) as client:
+        assert (await client.charge(key=None)).status_code == 201
+    assert (stack.rows(), stack.saved()) == ([5], [])
 
 
 @on(*(name for name in STACKS if name != "sqlalchemy-psycopg"))

@@ -134,6 +134,25 @@ async def test_middleware_outside_works_on_replays_as_on_first_answers(stack: St
 
 
 @HERE
+async def test_middleware_outside_sees_the_state_that_the_request_is_left_with(stack: Stack) -> None:
+    async def endpoint(request: Request) -> Any:
+        request.state.told = "by the handler"
+        return {}
+
+    app = site(stack, endpoint)
+
+    @app.middleware("http")
+    async def outside(request: Request, call_next: Any) -> Any:
+        response = await call_next(request)
+        response.headers["x-told"] = request.state.told
+        return response
+
+    async with Client(app) as client:
+        answer = await client.charge(path="/x")
+    assert (answer.status_code, answer.headers["x-told"]) == (200, "by the handler")
+
+
+@HERE
 async def test_an_encoding_of_the_handlers_own_is_kept(stack: Stack) -> None:
     async def endpoint() -> Response:
         return Response(gzip.compress(b"text"), headers={"content-encoding": "gzip"})

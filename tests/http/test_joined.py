@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+from taptwice import AsyncGuard, Guard
 from taptwice.errors import Misuse
 from taptwice.events import Outcome
 from taptwice.http.fastapi import Idempotency, IdempotentRoute
@@ -196,6 +199,27 @@ async def test_a_second_session_in_the_handler_joins(stack: Stack) -> None:
         assert (await client.charge("key-2")).status_code == 201
     assert stack.rows() == [5, 9, 6]
     assert not any(event.outcome is Outcome.STRAY for event in stack.events)
+
+
+@on("sqlalchemy-asyncpg", "sqlalchemy-psycopg")
+async def test_a_second_session_inside_a_guards_block_joins_too(stack: Stack) -> None:
+    second = second_session(stack, joined(stack.origin), "INSERT INTO charges (amount) VALUES (9)")
+    inner = {"account": "acct_1", "key": "inner", "request": b""}
+
+    async def handler(work: Work) -> Any:
+        if stack.blocking:
+            with Guard().claim(work.raw, **inner) as blocking:
+                await second()
+                blocking.finish(200)
+        else:
+            async with AsyncGuard().claim(work.raw, **inner) as awaiting:
+                await second()
+                awaiting.finish(200)
+        raise HTTPException(402)
+
+    async with stack.client(handler) as client:
+        assert (await client.charge()).status_code == 402
+    assert (stack.rows(), stack.saved()) == ([], [402])
 
 
 @on("sqlalchemy-asyncpg", "sqlalchemy-psycopg")
@@ -387,12 +411,14 @@ async def test_a_task_that_outlives_the_request_joins_nothing(stack: Stack) -> N
     maker = joined(stack.origin)
     go = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
+    used: list[weakref.ref[Session]] = []
 
     async def later() -> None:
         await go.wait()
         async with maker() as session:
             session.add(Charge(amount=9))
             await session.commit()
+            used.append(weakref.ref(session.sync_session))
 
     async def handler(work: Work) -> Any:
         await work.insert(5)
@@ -405,6 +431,8 @@ async def test_a_task_that_outlives_the_request_joins_nothing(stack: Stack) -> N
         go.set()
         await tasks[0]
         await until(lambda: stack.rows() == [5, 9])
+    gc.collect()
+    assert used[0]() is None, "a task that makes sessions for ever keeps them all"
 
 
 @on("sqlalchemy-asyncpg")

@@ -395,21 +395,20 @@ def _multipart_parts(content_type: bytes, body: bytes) -> Iterator[bytes]:
 
 def _between_delimiters(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
     """Where each part begins and ends, without the line ends that belong to the delimiters."""
+    # With its line end in front: in a body full of dashes every byte may begin a bare delimiter.
+    line = b"\r\n" + delimiter
     start: int | None = None
-    at = body.find(delimiter)
-    while at >= 0:
-        if at == 0 or body[at - 2 : at] == b"\r\n":
-            line_end = _LINE_END.match(body, at + len(delimiter))
-            if line_end is None:
-                raise ValueError("a delimiter with something behind it on its line")
-            if start is not None:
-                yield start, at - 2
-            if line_end[1]:
-                return
-            start = line_end.end()
-            at = body.find(delimiter, start)
-        else:
-            at = body.find(delimiter, at + 1)
+    at = -2 if body.startswith(delimiter) else body.find(line)
+    while at != -1:
+        line_end = _LINE_END.match(body, at + len(line))
+        if line_end is None:
+            raise ValueError("a delimiter with something behind it on its line")
+        if start is not None:
+            yield start, at
+        if line_end[1]:
+            return
+        start = line_end.end()
+        at = body.find(line, start - 2)
     raise ValueError("no closing delimiter")
 
 

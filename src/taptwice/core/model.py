@@ -78,9 +78,13 @@ class Record:
     created_at: float
 
 
+# RFC 9110 section 5.5: a field that holds one of these is refused, or read with a space in its place.
+_NO_FIELD = str.maketrans(dict.fromkeys("\r\n\0", " "))
+
+
 def pack_headers(headers: Headers) -> bytes:
-    """Header lines as bytes, one a line."""
-    return "\n".join([f"{name}:{value}" for name, value in headers]).encode("latin-1")
+    """Header lines as bytes, one a line, whatever a value holds. Raises UnicodeEncodeError beyond Latin-1."""
+    return "\n".join([f"{name}:{value}".translate(_NO_FIELD) for name, value in headers]).encode("latin-1")
 
 
 def unpack_headers(packed: bytes) -> Headers:

@@ -86,7 +86,8 @@ class asking:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         known = translated(error, self._dialect) if isinstance(error, SQLAlchemyError) else None
         if known is not None:
-            raise known from error
+            # From the driver's own: SQLAlchemy's tells the parameters, among which are key and answer.
+            raise known from (error.orig if isinstance(error, DBAPIError) else error)
 
 
 class SqlalchemyExecutor(Blocking):

@@ -22,6 +22,8 @@ class Current:
     key: str | None = field(default=None, repr=False)
     executor: Any = field(default=None, repr=False)
     """The executor of the open transaction; None before it is open and after it ended."""
+    joinable: bool = False
+    """There is a claim to join, or will be: sessions are remembered for it."""
     returned: bool = False
     """The handler came to its end, and its work is to be kept."""
     made: list[Any] = field(default_factory=list, repr=False)
@@ -30,6 +32,12 @@ class Current:
     """Sessions that were used before the claim; their transactions are ended when it begins."""
     strays: list[str] = field(default_factory=list)
     """Work that was seen going to another session."""
+
+    def end(self) -> None:
+        """Nothing joins any more; a task that goes on for ever keeps no session alive by this."""
+        self.executor, self.joinable = None, False
+        self.made.clear()
+        self.earlier.clear()
 
     @property
     def key_hash(self) -> str | None:

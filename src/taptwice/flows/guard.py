@@ -32,7 +32,7 @@ from taptwice import drivers
 from taptwice.core import fingerprint as fingerprints
 from taptwice.core.fingerprint import Fingerprint
 from taptwice.core.header import check_key
-from taptwice.core.model import Answer, Headers, Keyed, is_account, key_hash
+from taptwice.core.model import Answer, Headers, Keyed, is_account, key_hash, pack_headers
 from taptwice.core.plan import Flush, Plan, arun, ask, run
 from taptwice.core.policy import seconds
 from taptwice.drivers import Source
@@ -77,6 +77,10 @@ def answer_from(status: Any, body: Any, headers: Mapping[str, str] | Headers) ->
     if not isinstance(status, int) or not 100 <= status <= 999:
         raise Misuse(f"status must be a number from 100 to 999, not {status!r}")
     pairs = tuple(headers.items() if isinstance(headers, Mapping) else headers)
+    try:
+        pack_headers(pairs)  # while the work can still be undone
+    except UnicodeEncodeError:
+        raise Misuse("a header of the answer holds a character beyond Latin-1, as none can") from None
     kind: str | None = None
     if body is None:
         content = b""
@@ -187,7 +191,9 @@ class _Block(Claim):
             if self._joined:
                 self._place = id(self.connection)
                 _open.setdefault(self._place, []).append(self)
-        self._token = current.set(Current(self._asked.keyed.key))
+        # Inside a keyed handler its own stays: sessions find the transaction there that they join.
+        if (around := current.get()) is None or around.executor is None:
+            self._token = current.set(Current(self._asked.keyed.key))
 
     def _check_alone(self) -> None:
         around = _open.get(id(self.connection), ())
@@ -282,6 +288,8 @@ class _Block(Claim):
 
     def _forget(self) -> None:
         token, self._token = self._token, None
+        if token is None:
+            return
         try:
             current.reset(token)
         except ValueError:

@@ -180,7 +180,7 @@ def conclude(store: SqlStore, asked: Asked, claimed: Claimed, answer: Answer, un
             return (yield from _replay_instead(store, asked, error))
         if saved:
             return Concluded(answer)
-        yield from _end_foreign_transaction()
+        yield from end_foreign()
         return (yield from _save_late(store, entry, torn=True))
     finally:
         yield from abandon()
@@ -221,7 +221,7 @@ def _refuse_or_replay(decision: Decision, found: Found) -> Replayed:
     raise InFlight
 
 
-def _end_foreign_transaction() -> Plan[None]:
+def end_foreign() -> Plan[None]:
     """The handler ended our transaction. If it began another, that one's work is its own: keep it."""
     try:
         yield from ask(Commit())

@@ -153,17 +153,24 @@ class AsgiSettings(Settings):
         conducted = Conducted(exchange, self.threads, pass_on)
         outgoing = Outgoing(conducted, send)
         token = current.set(exchange.current)
+        # No copy: middleware outside reads what is left in it, such as the request's state.
+        scope[SCOPE_KEY] = conducted
         try:
-            await app({**scope, SCOPE_KEY: conducted}, receive, outgoing)
+            await app(scope, receive, outgoing)
             outgoing.check()
         except BaseException as error:
             if not await outgoing.recover(error):
                 raise
         finally:
+            del scope[SCOPE_KEY]
             current.reset(token)
             if exchange.state is not State.OVER:
                 await conducted.abandon()  # it ended without an answer, or was cancelled at the claim
             exchange.emit()
+
+
+class Replaced(Exception):
+    """Raised into an application whose answer was not committed; another went out in its place."""
 
 
 class Outgoing:
@@ -192,6 +199,8 @@ class Outgoing:
                 await self._pass(messages)
             case Conclude(answer, messages):
                 await self._conclude(answer, messages)
+                if self._replaced:
+                    raise Replaced  # its background tasks belong to work that was undone
 
     async def _conclude(self, answer: Answer, messages: tuple[Message, ...]) -> None:
         try:
@@ -216,6 +225,8 @@ class Outgoing:
 
     async def recover(self, error: BaseException) -> bool:
         """The application failed. True when an answer was sent all the same; else the error is to go on."""
+        if isinstance(error, Replaced):
+            return True
         if self._failure is not None and not self._started and error is not self._failure:
             # Raised from inside the application's send it was taken for something else on its way out.
             raise self._failure from None

@@ -43,7 +43,7 @@ from taptwice.errors import (
 from taptwice.events import Event, Outcome, emit, is_heard, logger
 from taptwice.flows import transaction
 from taptwice.flows.current import Current
-from taptwice.flows.transaction import TURN, Asked, Claimed, Replayed
+from taptwice.flows.transaction import TURN, Asked, Claimed, Concluded, Replayed
 from taptwice.http.request import Request
 from taptwice.http.settings import Settings
 from taptwice.stores.sql import SqlStore
@@ -68,7 +68,7 @@ class Exchange:
         """An exception crossed the handler: its work is undone, whatever is answered."""
         self.not_saved = False
         """The handler asked for an answer that is not saved."""
-        self.current = Current()
+        self.current = Current(joinable=True)
         self._executor: Any = None
         self._store: SqlStore | None = None
         self._asked: Asked | None = None
@@ -135,7 +135,7 @@ class Exchange:
         except TaptwiceError as error:
             return self.refusal(error)
         if isinstance(outcome, Replayed):
-            self.state = State.OVER
+            _ = self._end()
             self._note(Outcome.REPLAYED, status=outcome.record.answer.status)
             return self._replay(outcome.record.answer)
         self._claimed = outcome
@@ -233,20 +233,19 @@ class Exchange:
         """
         claimed, asked, store = self._claimed, self._asked, self._store
         keeps = self.policy.keeps(answer.status) and not self.not_saved
-        state, self.state = self.state, State.OVER
-        self.current.executor = None
+        state = self._end()
         try:
             if not keeps or (state is State.UNPROTECTED and self.raised):
                 yield from self._release(state, answer.status)
                 return None
             if state is State.UNPROTECTED:
-                yield from self._commit_unprotected()
-                return None
-            if claimed is None or asked is None or store is None:
+                concluded = yield from self._commit_unprotected(answer)
+            elif claimed is None or asked is None or store is None:
                 raise AssertionError("a claim has all three")
-            headers = self.policy.kept_headers(answer.headers)
-            saved = Answer(answer.status, headers, self._kept_body(answer.body))
-            concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
+            else:
+                headers = self.policy.kept_headers(answer.headers)
+                saved = Answer(answer.status, headers, self._kept_body(answer.body))
+                concluded = yield from transaction.conclude(store, asked, claimed, saved, self.raised)
         except Misuse:
             self._note(Outcome.RELEASED)
             raise
@@ -258,32 +257,44 @@ class Exchange:
             self._note(Outcome.RELEASED)
             raise
         if concluded.torn:
-            self._note(Outcome.TORN, status=answer.status, detail="the handler ended the claim's transaction")
+            self._note(Outcome.TORN, status=answer.status, detail="the handler ended its transaction")
             if self.settings.strict:
                 raise Torn
+        if state is State.UNPROTECTED:
+            return None
         if concluded.replayed:
             self._note(Outcome.REPLAYED, status=concluded.answer.status)
             return self._replay(concluded.answer)
         self._note(Outcome.FINISHED, status=answer.status)
         return None
 
-    def _commit_unprotected(self) -> Plan[None]:
+    def _commit_unprotected(self, answer: Answer) -> Plan[Concluded]:
         try:
             if self.policy.savepoint:
                 yield from ask(Release())
             yield from ask(Commit())
+        except Torn:
+            # The work is done all the same: told of an error, its sender would have it done again.
+            yield from transaction.end_foreign()
+            return Concluded(answer, torn=True)
         finally:
             yield from transaction.abandon()
+        return Concluded(answer)
 
     def _kept_body(self, body: bytes | None) -> bytes | None:
         return None if body is None or len(body) > self.policy.save_max_body else body
 
     def abandon(self) -> Plan[None]:
         """Undo everything and give the connection back; the key is free. May be called in any state."""
-        state, self.state = self.state, State.OVER
-        self.current.executor = None
+        state = self._end()
         if self.begun:
             yield from self._release(state)
+
+    def _end(self) -> State:
+        """It is over from here on. The state that it was in."""
+        state, self.state = self.state, State.OVER
+        self.current.end()
+        return state
 
     def _release(self, state: State, status: int | None = None) -> Plan[None]:
         """Give back without an answer; and tell where what should be undone now had been committed."""
@@ -298,7 +309,7 @@ class Exchange:
 
     def refusal(self, error: TaptwiceError) -> Answer:
         """The problem document for an error of ours, noted as the outcome of this request."""
-        self.state = State.OVER
+        _ = self._end()
         if (outcome := next((name for kind, name in _OUTCOMES if isinstance(error, kind)), None)) is not None:
             self._note(outcome, detail=error.detail)
         status, headers, body = problem(

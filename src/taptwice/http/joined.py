@@ -57,7 +57,7 @@ def joining(base: type[Session]) -> type[Session]:
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
                 under_way = current.get()
-                if under_way is None:
+                if under_way is None or not under_way.joinable:
                     _tell(self)
                 elif not self.join_claim():
                     under_way.made.append(self)
@@ -83,7 +83,7 @@ def joining(base: type[Session]) -> type[Session]:
                     connection: Connection = executor.connection
                     return connection
                 under_way = current.get()
-                if under_way is None:
+                if under_way is None or not under_way.joinable:
                     _tell(self)
                 elif self not in under_way.earlier:
                     under_way.earlier.append(self)
