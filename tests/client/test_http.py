@@ -31,6 +31,7 @@ from taptwice.client.testing import Peer, ScriptedServer, Step, answer, close, h
 from taptwice.client.world import World
 from taptwice.errors import KeyInvalid, Misuse
 from tests.client.doors import DOORS, Door
+from tests.client.silent import silent
 
 PAIR = DOORS[:2]
 CERTIFICATE = pathlib.Path(__file__).with_name("self_signed.pem")
@@ -375,22 +376,23 @@ def test_a_certificate_nobody_vouches_for_is_not_tried_again(door: Door) -> None
 
 
 def test_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A listener whose queue is full stands for an address that drops all packets.
-    with socket.socket() as full, socket.socket() as one, socket.socket() as other:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for each in (one, other):
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
-        again = [(*address[:4], (f"127.0.0.{n}", address[4][1])) for n in (1, 2, 3)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: again)
-        with Client() as client:
-            began = time.monotonic()
-            with pytest.raises(httpx2.HTTPError) as caught:
-                client.get(f"http://many.test:{address[4][1]}/", deadline=0.4)
-            assert time.monotonic() - began < 4
-            assert report(caught.value).outcome is Outcome.NOT_SENT
+    """Of two addresses the first drops all packets: the second has its share of the deadline left."""
+    with ScriptedServer([200]) as server, silent("127.0.0.2", server.port), Client() as client:
+        both = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, server.port))
+            for host in ("127.0.0.2", "127.0.0.1")
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: both)
+        assert client.get(f"http://many.test:{server.port}/", deadline=1).status_code == 200
+
+
+def test_a_host_of_which_no_address_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with silent("127.0.0.2", 0) as port, Client() as client:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+        with pytest.raises(httpx2.HTTPError) as caught:
+            client.get(f"http://silent.test:{port}/", deadline=0.3)
+        assert report(caught.value).outcome is Outcome.NOT_SENT
 
 
 def test_accepted_and_closed_before_anything_was_sent_is_judged_by_what_was_written() -> None:
