@@ -15,7 +15,7 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Close
+from taptwice.core.plan import Begin, Close, Rollback
 from taptwice.core.policy import Policy
 from taptwice.errors import InFlight, Misuse
 from taptwice.events import Event, Outcome
@@ -734,18 +734,21 @@ async def test_a_command_waits_for_the_thread_before_it() -> None:
                 let_go.wait()
             done.append(type(command).__name__)
 
-    driven = Driven(Executor(), True, Threads(2))
+    executor, threads = Executor(), Threads(1)
+    driven = Driven(executor, True, threads)
     beginning = asyncio.create_task(driven.execute(Begin()))
     await asyncio.to_thread(begun.wait)
     beginning.cancel()
     with pytest.raises(asyncio.CancelledError):
         await beginning
     closing = asyncio.create_task(driven.execute(Close()))
-    await asyncio.sleep(0.01)
-    assert done == []
+    for _ in range(10):  # it is on its way
+        await asyncio.sleep(0)
+    await threads.execute(executor, Rollback())  # in the thread where Close would be before it
+    assert done == ["Rollback"]
     let_go.set()
     await closing
-    assert done == ["Begin", "Close"]
+    assert done == ["Rollback", "Begin", "Close"]
 
 
 def test_a_policy_that_does_not_exist_is_refused_where_it_is_written(small: Shop) -> None:
