@@ -688,6 +688,7 @@ def test_ctrl_c_while_the_server_lets_wait(driver: str, fresh_postgres: str) -> 
             deadline = time.monotonic() + 30
             while watcher.execute(waiting).fetchone() == (0,) and time.monotonic() < deadline:
                 time.sleep(0.02)
+            assert watcher.execute(waiting).fetchone() == (1,), "it waits for the lock"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err

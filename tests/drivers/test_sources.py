@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from taptwice import drivers
-from taptwice.core.plan import run
+from taptwice.core.plan import Begin, Close, Rollback, run
 from taptwice.drivers import aiosqlite as aiosqlite_driver
 from taptwice.drivers import asyncpg as asyncpg_driver
 from taptwice.drivers import psycopg as psycopg_driver
@@ -261,3 +262,29 @@ async def test_psycopg_with_a_libpq_that_cannot_pipeline(
     monkeypatch.setattr(psycopg.Pipeline, "is_supported", lambda: False)
     await check_serves(drivers.source(lambda: psycopg.connect(clean_database)), PsycopgKit, clean_database)
     assert DONE.status == 201
+
+
+async def test_a_connection_of_psycopg_that_is_slow_to_give_back_is_given_back_though_cancelled(
+    clean_database: str,
+) -> None:
+    slow, given_back = asyncio.Event(), asyncio.Event()
+
+    async def take() -> psycopg.AsyncConnection[Any]:
+        return await psycopg.AsyncConnection.connect(clean_database)
+
+    async def give_back(connection: psycopg.AsyncConnection[Any]) -> None:
+        await slow.wait()
+        await connection.close()
+        given_back.set()
+
+    executor = psycopg_driver.AsyncPsycopgSource(take, give_back).open()
+    await executor.execute(Begin())
+    await executor.execute(Rollback())
+    closing = asyncio.create_task(executor.execute(Close()))
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    slow.set()
+    async with asyncio.timeout(20):
+        await given_back.wait()

@@ -295,8 +295,13 @@ async def test_a_batch_that_hangs_is_rolled_back(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_full_batch_is_followed_by_the_next_one_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "FIRST", 0.0)
-    monkeypatch.setattr(retention, "BREATH", SOON)
+    pauses: list[float] = []
+
+    def shorter(pause: float) -> float:
+        pauses.append(pause)
+        return 0.0 if len(pauses) <= 3 else pause
+
+    monkeypatch.setattr(retention, "jittered", shorter)
     counts = iter([2, 2, 1])
 
     async def answer(command: Command[Any]) -> Any:
@@ -305,7 +310,7 @@ async def test_a_full_batch_is_followed_by_the_next_one_soon(monkeypatch: pytest
     source = AsyncScripted(answer)
     async with sweeping(source, every="1h", batch=2):
         await eventually(lambda: source.kinds.count(Close) == 3)
-        await asyncio.sleep(10 * SOON)
+    assert pauses == [3600 * retention.FIRST, retention.BREATH, retention.BREATH, 3600]
     assert source.kinds.count(Query) == 3
 
 
