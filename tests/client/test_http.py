@@ -29,6 +29,8 @@ from taptwice.client.reports import Attempted, Ended, report
 from taptwice.client.shell import inherit, layer
 from taptwice.client.testing import Peer, ScriptedServer, Step, answer, close, hang, no_wait, problem, send
 from taptwice.client.world import World
+from taptwice.core.breaker import CircuitBreaker
+from taptwice.core.budget import RetryBudget
 from taptwice.errors import KeyInvalid, Misuse
 from tests.client.doors import DOORS, Door
 from tests.client.silent import silent
@@ -497,6 +499,36 @@ async def test_a_transport_asked_to_read_whole() -> None:
         async with httpx2.AsyncClient(transport=AsyncRetryTransport()) as client:
             response = await client.get(server.url, extensions={"taptwice": {"whole": True}})
             assert response.content == b"whole"
+
+
+async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next() -> None:
+    breaker, begun = CircuitBreaker(failures=1, cooldown=1), threading.Event()
+    breaker.leave(breaker.enter(0.0) or 0, False, 0.0)  # open since the clock began: the next is the probe
+
+    def hanging(peer: Peer) -> None:
+        begun.set()
+        hang(peer)
+
+    with ScriptedServer([hanging, 200]) as server:
+        async with AsyncClient(server.url, breaker=lambda: breaker) as client:
+            probe = asyncio.create_task(client.get("/"))
+            assert await asyncio.to_thread(begun.wait, 10)
+            probe.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await probe
+            assert (await client.get("/")).status_code == 200
+    assert breaker.state == "closed"
+
+
+def test_a_call_earns_its_part_of_a_retry() -> None:
+    budget = RetryBudget(ratio=1, start=0)
+    with (
+        ScriptedServer([503, 200]) as server,
+        no_wait(),
+        Client(server.url, budget=lambda: budget) as client,
+    ):
+        assert client.get("/").status_code == 200
+    assert budget.tokens == 0
 
 
 # --- misuse -------------------------------------------------------------------------------------------------
