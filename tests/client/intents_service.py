@@ -1,6 +1,6 @@
 """A charging service under uvicorn that tells what it does, and holds a request where it is told to.
 
-    python -m tests.client.intents_service DATABASE PORT
+    python -m tests.client.intents_service LISTENER DATABASE
 
 ``POST /charges`` is keyed, and charges ``{"order": …, "cents": …}``. ``POST /hold/working`` lets the next
 charge wait in its handler, ``POST /hold/answering`` lets its answer wait behind the commit, ``POST /go`` lets
@@ -15,7 +15,6 @@ import sqlite3
 import sys
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from taptwice.http.starlette import Idempotency
+from tests.http.serving import serve
 from tests.http.shop import Shop
 
 
@@ -114,5 +114,5 @@ def make(address: str) -> Starlette:
 
 
 if __name__ == "__main__":
-    database, port = sys.argv[1:]
-    uvicorn.run(make(database), host="127.0.0.1", port=int(port), log_level="warning")
+    listener, database = sys.argv[1:]
+    serve(make(database), listener)

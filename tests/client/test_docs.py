@@ -33,6 +33,10 @@ def test_example(block: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
                 thing.close()
 
 
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 5
+
+
 def test_the_example_of_giving_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (PAGE.parent / "giving-up.md").read_text()
     [example] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -47,6 +51,7 @@ def test_the_example_of_giving_up(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     names: dict[str, Any] = {"__name__": "example"}
     with no_wait():
         exec(compile(example, "giving-up.md", "exec"), names)
+    assert names["first"] == names["second"], "one key, whichever of the two attempts"
     names["shop"].close()
 
 

@@ -162,6 +162,17 @@ async def test_an_open_circuit(make: Make) -> None:
     assert (flaky.calls, report(refused.value).attempts) == (2, ())
 
 
+async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(make: Make) -> None:
+    breaker = CircuitBreaker(failures=1, cooldown=1)
+    breaker.leave(breaker.enter(0.0) or 0, False, 0.0)  # open since the clock began: the next is the probe
+    flaky = Flaky(asyncio.CancelledError())
+    called = make(flaky, on=ConnectionError, breaker=breaker)
+    with pytest.raises(asyncio.CancelledError):
+        await called()
+    await called()
+    assert (flaky.calls, breaker.state) == (2, "closed")
+
+
 async def test_a_success_closes_the_circuits_count(make: Make) -> None:
     breaker = CircuitBreaker(failures=2)
     with no_wait():

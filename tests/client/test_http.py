@@ -41,8 +41,11 @@ from taptwice.client.testing import (
     send,
 )
 from taptwice.client.world import World
+from taptwice.core.breaker import CircuitBreaker
+from taptwice.core.budget import RetryBudget
 from taptwice.errors import KeyInvalid, Misuse
 from tests.client.doors import DOORS, Door
+from tests.client.silent import silent
 
 PAIR = DOORS[:2]
 CERTIFICATE = pathlib.Path(__file__).with_name("self_signed.pem")
@@ -387,22 +390,23 @@ def test_a_certificate_nobody_vouches_for_is_not_tried_again(door: Door) -> None
 
 
 def test_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A listener whose queue is full stands for an address that drops all packets.
-    with socket.socket() as full, socket.socket() as one, socket.socket() as other:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for each in (one, other):
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
-        again = [(*address[:4], (f"127.0.0.{n}", address[4][1])) for n in (1, 2, 3)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: again)
-        with Client() as client:
-            began = time.monotonic()
-            with pytest.raises(httpx2.HTTPError) as caught:
-                client.get(f"http://many.test:{address[4][1]}/", deadline=0.4)
-            assert time.monotonic() - began < 4
-            assert report(caught.value).outcome is Outcome.NOT_SENT
+    """Of two addresses the first drops all packets: the second has its share of the deadline left."""
+    with ScriptedServer([200]) as server, silent("127.0.0.2", server.port), Client() as client:
+        both = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, server.port))
+            for host in ("127.0.0.2", "127.0.0.1")
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: both)
+        assert client.get(f"http://many.test:{server.port}/", deadline=1).status_code == 200
+
+
+def test_a_host_of_which_no_address_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with silent("127.0.0.2", 0) as port, Client() as client:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+        with pytest.raises(httpx2.HTTPError) as caught:
+            client.get(f"http://silent.test:{port}/", deadline=0.3)
+        assert report(caught.value).outcome is Outcome.NOT_SENT
 
 
 def test_accepted_and_closed_before_anything_was_sent_is_judged_by_what_was_written() -> None:
@@ -539,6 +543,36 @@ async def test_a_transport_asked_to_read_whole() -> None:
         async with httpx2.AsyncClient(transport=AsyncRetryTransport()) as client:
             response = await client.get(server.url, extensions={"taptwice": {"whole": True}})
             assert response.content == b"whole"
+
+
+async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next() -> None:
+    breaker, begun = CircuitBreaker(failures=1, cooldown=1), threading.Event()
+    breaker.leave(breaker.enter(0.0) or 0, False, 0.0)  # open since the clock began: the next is the probe
+
+    def hanging(peer: Peer) -> None:
+        begun.set()
+        hang(peer)
+
+    with ScriptedServer([hanging, 200]) as server:
+        async with AsyncClient(server.url, breaker=lambda: breaker) as client:
+            probe = asyncio.create_task(client.get("/"))
+            assert await asyncio.to_thread(begun.wait, 10)
+            probe.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await probe
+            assert (await client.get("/")).status_code == 200
+    assert breaker.state == "closed"
+
+
+def test_a_call_earns_its_part_of_a_retry() -> None:
+    budget = RetryBudget(ratio=1, start=0)
+    with (
+        ScriptedServer([503, 200]) as server,
+        no_wait(),
+        Client(server.url, budget=lambda: budget) as client,
+    ):
+        assert client.get("/").status_code == 200
+    assert budget.tokens == 0
 
 
 # --- misuse -------------------------------------------------------------------------------------------------

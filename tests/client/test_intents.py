@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from taptwice import drivers
 from taptwice.client.intents import AsyncIntentStore, Intent, IntentStore, Sent, Wish, fingerprint_of
 from taptwice.core.model import Answer
-from taptwice.core.plan import arun, run
+from taptwice.core.plan import Begin, Close, arun, run
 from taptwice.drivers import aiosqlite as aiosqlite_driver
 from taptwice.drivers import asyncpg as asyncpg_driver
 from taptwice.drivers import psycopg as psycopg_driver
@@ -492,6 +492,24 @@ def test_a_store_that_forgets_is_refused() -> None:
     for origin in (":memory:", "sqlite:///:memory:", "sqlite://", "postgresql://db/shop"):
         with pytest.raises(Misuse, match="path of a file"):
             IntentStore(origin)
+
+
+def test_a_key_outlives_a_power_failure_whatever_the_default_of_this_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+
+    def careless(*given: Any, **more: Any) -> sqlite3.Connection:
+        """As a build with another default would."""
+        connection: sqlite3.Connection = connect(*given, **more)
+        connection.execute("PRAGMA synchronous = off")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", careless)
+    executor: Any = IntentStore(tmp_path / "intents.db")._source.open()
+    executor.execute(Begin())
+    assert executor.handle.execute("PRAGMA synchronous").fetchone() == (2,), "full"
+    executor.execute(Close())
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

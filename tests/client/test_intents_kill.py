@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +18,8 @@ import pytest
 from taptwice.core.plan import run
 from taptwice.drivers import psycopg as psycopg_driver
 from taptwice.flows.migrate import migrate
+from tests.http import serving
 from tests.http.shop import sqlite_shop
-from tests.http.test_kill import free_port
 
 pytestmark = pytest.mark.crash
 
@@ -57,17 +55,8 @@ class Service:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.shop = sqlite_shop(folder, "sqlite3")
-        port = free_port()
+        port, self.process = serving.started("tests.client.intents_service", self.shop.address)
         self.url = f"http://127.0.0.1:{port}"
-        self.process = started("intents_service", self.shop.address, str(port))
-        for _ in range(600):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                return
-            if self.process.poll() is not None:
-                break
-            threading.Event().wait(0.05)
-        ended(self.process)
-        raise AssertionError("the service did not start")
 
     def tell(self, path: str) -> None:
         assert httpx2.post(self.url + path).status_code == 204

@@ -23,6 +23,7 @@ from taptwice.client.requests import RetryAdapter
 from taptwice.client.testing import ScriptedServer, Step, answer, close, drip, hang, no_wait
 from taptwice.core.breaker import CircuitBreaker
 from taptwice.errors import CircuitOpen, Misuse
+from tests.client.silent import silent
 
 CERTIFICATE = pathlib.Path(__file__).with_name("self_signed.pem")
 
@@ -87,37 +88,33 @@ def test_tls_the_deadline_holds_and_connections_are_used_again() -> None:
 
 
 def test_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as full, socket.socket() as one, socket.socket() as other:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for each in (one, other):
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        port = full.getsockname()[1]
-        real = socket.getaddrinfo
+    """The first drops all packets, the second refuses, the third has its share of the deadline left."""
+    found_at(monkeypatch, "127.0.0.2", "127.0.0.9", "127.0.0.1")
+    with (
+        ScriptedServer([200]) as server,
+        silent("127.0.0.2", server.port),
+        session(RetryPolicy(deadline=1.5)) as client,
+    ):
+        assert client.get(f"http://many.test:{server.port}/").status_code == 200
+        assert server.requests[0].header("Host") == f"many.test:{server.port}"
 
-        def found(host: Any, *more: Any) -> Any:
-            if host != "many.test":
-                return real(host, *more)
-            return [real(f"127.0.0.{number}", *more)[0] for number in (1, 1, 1, 2)]
 
-        monkeypatch.setattr(socket, "getaddrinfo", found)
-        with session(RetryPolicy(deadline=0.4)) as client, pytest.raises(requests.RequestException) as caught:
+def test_a_host_of_which_no_address_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_at(monkeypatch, "127.0.0.9", "127.0.0.2")
+    with silent("127.0.0.2", 0) as port, session(RetryPolicy(deadline=0.3)) as client:
+        with pytest.raises(requests.RequestException) as caught:
             client.get(f"http://many.test:{port}/")
         assert report(caught.value).outcome is Outcome.NOT_SENT
-    with ScriptedServer([200]) as server:
 
-        def both(host: Any, *more: Any) -> Any:
-            # The first refuses: nobody listens there.
-            return [
-                real(each, *more)[0]
-                for each in (("127.0.0.9", "127.0.0.1") if host == "many.test" else (host,))
-            ]
 
-        monkeypatch.setattr(socket, "getaddrinfo", both)
-        with session() as client:
-            assert client.get(f"http://many.test:{server.port}/").status_code == 200
-            assert server.requests[0].header("Host") == f"many.test:{server.port}"
+def found_at(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """What the resolver says of many.test."""
+    real = socket.getaddrinfo
+
+    def found(host: Any, *more: Any) -> Any:
+        return [real(each, *more)[0] for each in (addresses if host == "many.test" else (host,))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
 
 
 def test_an_origin_has_no_password() -> None:

@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from taptwice.core.breaker import Circuit, CircuitBreaker, Rules, closed, enter, leave
 from taptwice.errors import CircuitOpen, Misuse
+from tests.core.meeting import Meeting
 
 Enter = Callable[[Circuit, Rules, float], tuple[Circuit, int | None]]
 Leave = Callable[[Circuit, Rules, int, bool | None, float], Circuit]
@@ -387,6 +388,25 @@ def test_a_closed_circuit_lets_all_work_at_the_same_time(breaker: CircuitBreaker
     assert state(breaker) == "closed"
 
 
+def test_who_comes_while_the_probe_is_let_in_is_refused(breaker: CircuitBreaker, clock: Clock) -> None:
+    fail(breaker, 5)
+    clock.now += 1
+    meeting = Meeting()
+
+    class Slow:
+        """Rules, of which the last word takes a while."""
+
+        @property
+        def lease(self) -> float:
+            meeting.middle()
+            return 30.0
+
+    breaker._lock, breaker._rules = cast(Any, meeting), cast(Any, Slow())
+    probe, refused = meeting.of(breaker.enter)
+    assert refused is None
+    assert (probe, state(breaker)) == (breaker._circuit.ticket, "probing")
+
+
 def test_of_20_threads_one_is_the_probe(breaker: CircuitBreaker, clock: Clock) -> None:
     """T37: the probe ends, and fails, when 19 others were refused."""
     fail(breaker, 5)
@@ -433,8 +453,10 @@ async def test_of_20_tasks_one_is_the_probe(breaker: CircuitBreaker, clock: Cloc
 
 
 def test_a_circuit_without_trouble_takes_no_lock(breaker: CircuitBreaker) -> None:
-    with breaker._lock, breaker.attempt():  # would wait for ever if it did
+    breaker._lock = cast(Any, None)  # to take it would be an error
+    with breaker.attempt():
         pass
+    assert (state(breaker), breaker.enter()) == ("closed", 1)
 
 
 # --- settings -----------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 
 from taptwice.core.budget import GrpcThrottle, RetryBudget
 from taptwice.errors import Misuse
+from tests.core.meeting import Meeting
 
 
 def retries(budget: RetryBudget, calls: int, wanted: int) -> int:
@@ -47,9 +49,39 @@ def test_what_is_saved_is_bounded() -> None:
 
 def test_a_full_budget_is_left_alone() -> None:
     budget = RetryBudget()
-    with budget._lock:
-        budget.earn()  # would wait for ever if it took the lock
+    budget._lock = cast(Any, None)  # to take it would be an error
+    budget.earn()
     assert budget.tokens == 10
+
+
+def test_the_last_retry_is_not_given_to_two_at_once() -> None:
+    budget, meeting = RetryBudget(), Meeting()
+
+    class Counted(int):
+        """Tokens that take a while to count."""
+
+        def __lt__(self, other: int) -> bool:
+            meeting.middle()
+            return int(self) < other
+
+    budget._lock, budget._tokens = cast(Any, meeting), Counted(1000)
+    assert meeting.of(budget.take) == (True, False)
+
+
+def test_what_two_earn_at_once_is_counted_twice() -> None:
+    budget, meeting = RetryBudget(start=0), Meeting()
+
+    class Read(int):
+        """Tokens to which it takes a while to add."""
+
+        def __add__(self, other: int) -> int:
+            found = int(self) + other
+            meeting.middle()
+            return found
+
+    budget._lock, budget._tokens = cast(Any, meeting), Read(0)
+    meeting.of(budget.earn)
+    assert budget.tokens == 0.2
 
 
 def test_a_budget_of_nothing_allows_nothing() -> None:

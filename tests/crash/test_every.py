@@ -86,21 +86,27 @@ def test_three_in_a_row() -> None:
 def test_torn(case: Case, sqlite: Sqlite) -> None:
     """Work that its handler commits itself can come apart from the record; a record never from its work."""
     for database in (Memory, lambda: sqlite):
+        trials = 0
         for trial in every(lambda: World(database(), case)):  # noqa: B023
+            trials += 1
             assert "a record without its effect" not in trial.attempt.state(), trial
             answer = trial.retry()
             assert trial.retry() == answer, trial
             assert "more than one record" not in trial.attempt.state(), trial
+        assert trials > 20
     if case.savepoint:  # without one, SQLite cannot tell; PostgreSQL knows by the transaction's beginning
         world = World(sqlite, case)
         assert world() == world() == Answer(201, (), b"1")
 
 
 def test_a_crash_leaves_no_transaction_open() -> None:
+    trials = 0
     for trial in every(lambda: World(Memory())):
+        trials += 1
         database = trial.attempt.database
         assert isinstance(database, Memory)
         assert (database.database.transactions, database.database.locks) == ([], {}), trial
+    assert trials > 20
 
 
 def test_what_each_kind_of_fault_looks_like() -> None:

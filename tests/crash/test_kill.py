@@ -18,7 +18,7 @@ PLACES = range(1, 15)  # more than there are: those past the end are killed when
 pytestmark = pytest.mark.crash
 
 
-def kill_everywhere(
+def check_everywhere(
     where: Callable[[int], str], database: Callable[[int], Database], case: str, apart: bool
 ) -> list[str]:
     """What the children said before they were killed. Everything that must hold is checked."""
@@ -70,7 +70,7 @@ def test_sqlite(tmp_path: pathlib.Path, case: str) -> None:
     for place in PLACES:
         folder(place).mkdir()
         Sqlite(folder(place)).close()
-    said = kill_everywhere(
+    said = check_everywhere(
         lambda place: str(folder(place)), lambda place: Sqlite(folder(place), create=False), case, apart=True
     )
     check_places(said, {"Begin", "Query", "Savepoint", "Effect", "Commit", "Rollback", "Close"})
@@ -80,7 +80,7 @@ def test_sqlite(tmp_path: pathlib.Path, case: str) -> None:
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "pipelined"])
 def test_postgresql(fresh_postgres: str, case: str, apart: bool) -> None:
     Postgres(fresh_postgres).close()
-    said = kill_everywhere(
+    said = check_everywhere(
         lambda _: fresh_postgres, lambda _: Postgres(fresh_postgres, create=False), case, apart
     )
     whole = {"Together", "Effect", "Rollback", "Close"}

@@ -61,11 +61,12 @@ class Canceller:
 @pytest.mark.parametrize("undo", [False, True])
 async def test_cancelled_at_every_command(kit: Kit, undo: bool, times: int) -> None:
     await cycle(kit, "warm", undo=False)
-    cancelled = 0
+    cancelled, keys = 0, ["warm"]
     for turns in (0, 1, 2, 3, 5, 8, 13):
         at, kinds = 1, 99
         while at <= kinds:
             key = f"{turns} {at}"
+            keys.append(key)
             canceller = Canceller(at, turns, times)
             kit.on_command[:] = [canceller]
             canceller.task = asyncio.create_task(cycle(kit, key, undo))
@@ -83,9 +84,10 @@ async def test_cancelled_at_every_command(kit: Kit, undo: bool, times: int) -> N
     assert kit.count("work") == (1 if undo else records)
 
     # Every key that was not done can be done, and those that were are answered: nothing is held.
-    for turns in (0, 1, 2, 3, 5, 8, 13):
-        await cycle(kit, f"{turns} 1", undo)
-    assert kit.count("work") == (1 if undo else kit.count("taptwice_records"))
+    for key in keys:
+        await cycle(kit, key, undo)
+    assert kit.count("taptwice_records") == len(keys)
+    assert kit.count("work") == (1 if undo else len(keys))
 
 
 async def test_cancelled_while_it_waits_for_a_held_key(kit: Kit) -> None:
@@ -124,6 +126,7 @@ async def test_cancelled_in_the_work(kit: Kit) -> None:
 async def test_the_cleaning_up_is_cancelled(kit: Kit) -> None:
     """Once more, and again: each Rollback and Close of it is cancelled as soon as it was sent."""
     for wanted in (Rollback, Close):
+        met = 0
         for turns in (0, 1, 2, 5):
             executor, _ = await claim(kit, asked())
             await kit.work(executor.handle, "INSERT INTO work (n) VALUES (1)")
@@ -132,7 +135,9 @@ async def test_the_cleaning_up_is_cancelled(kit: Kit) -> None:
             def note(
                 command: Command[Any], task: Any = task, wanted: Any = wanted, turns: int = turns
             ) -> None:
+                nonlocal met
                 if isinstance(command, wanted):
+                    met += 1
                     _after(turns, task.cancel)
 
             kit.on_command[:] = [note]
@@ -140,6 +145,7 @@ async def test_the_cleaning_up_is_cancelled(kit: Kit) -> None:
             kit.on_command.clear()
             await until(lambda: kit.taken() == 0, "the connection is given back")
             assert (kit.count("work"), kit.count("taptwice_records")) == (0, 0)
+        assert met == 4
 
 
 def _after(turns: int, call: Any) -> None:

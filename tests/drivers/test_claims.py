@@ -229,6 +229,18 @@ async def test_plain_transactions_without_a_claim(kit: Kit) -> None:
 
 
 @on_postgres
+async def test_the_lock_ends_with_the_transaction_though_the_session_goes_on(kit: Kit) -> None:
+    held = (
+        "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database"
+        " WHERE locktype = 'advisory' AND datname = current_database()"
+    )
+    executor, _ = await claim(kit, asked())
+    assert kit.ask(held) == [(1,)]
+    await kit.run(abandon(), executor)
+    assert kit.ask(held) == [(0,)]
+
+
+@on_postgres
 async def test_a_server_that_shortens_floating_point_numbers_tears_no_claim(kit: Kit) -> None:
     """`begun` must come back as the number it was, and psycopg asks for it in text."""
     for savepoint in (True, False):

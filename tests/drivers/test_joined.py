@@ -201,14 +201,17 @@ async def test_no_transaction_no_claim(kit: Kit) -> None:
 
 @on_all
 async def test_a_transaction_ended_under_the_claim_is_not_settled(kit: Kit) -> None:
+    refused = []
     with contextlib.suppress(Exception):  # what a driver says to a transaction that is not there any more
         async with kit.caller() as connection:
             joined = Joined(kit, connection)
             claimed = await joined.claim(asked())
             await joined.work()
             await joined.work("COMMIT")
-            with pytest.raises(Torn):
+            with pytest.raises(Torn) as torn:
                 await joined.settle(asked(), claimed)
+            refused.append(torn.type)
+    assert refused == [Torn]
     assert (kit.count("work"), kit.count("taptwice_records")) == (1, 0)
 
 
@@ -243,11 +246,14 @@ async def test_withdrawing_mends_a_failed_transaction(kit: Kit) -> None:
 async def test_a_busy_database_is_in_flight(kit: Kit) -> None:
     with contextlib.closing(sqlite3.connect(kit.place, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with contextlib.suppress(Exception):  # aiosqlite and sqlite3 alone have begun by BEGIN DEFERRED
+        refused = []
+        with contextlib.suppress(Exception):
             async with kit.caller("BEGIN DEFERRED") as connection:
-                with pytest.raises(InFlight, match="BEGIN IMMEDIATE"):
+                with pytest.raises(InFlight, match="BEGIN IMMEDIATE") as busy:
                     await Joined(kit, connection).claim(asked(wait=0.05))
+                refused.append(busy.type)
         other.execute("ROLLBACK")
+    assert refused == [InFlight]
     assert kit.count("taptwice_records") == 0
 
 

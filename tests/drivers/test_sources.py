@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from taptwice import drivers
-from taptwice.core.plan import run
+from taptwice.core.plan import Begin, Close, Rollback, run
 from taptwice.drivers import aiosqlite as aiosqlite_driver
 from taptwice.drivers import asyncpg as asyncpg_driver
 from taptwice.drivers import psycopg as psycopg_driver
@@ -54,7 +55,7 @@ def path(tmp_path: Path) -> str:
     return sqlite_database(tmp_path / "database.sqlite")
 
 
-async def serves(source: Any, kind: type[Kit], place: str) -> None:
+async def check_serves(source: Any, kind: type[Kit], place: str) -> None:
     """A claim on this source is made, finished and replayed."""
     kit = kind("a source", place, source.dialect, source.blocking, source)
     await one_charge(kit, asked())
@@ -63,25 +64,27 @@ async def serves(source: Any, kind: type[Kit], place: str) -> None:
 
 
 async def test_a_function_that_opens_connections_of_sqlite3(path: str) -> None:
-    await serves(drivers.source(lambda: sqlite3.connect(path, check_same_thread=False)), SqliteKit, path)
+    await check_serves(
+        drivers.source(lambda: sqlite3.connect(path, check_same_thread=False)), SqliteKit, path
+    )
 
 
 async def test_a_function_that_opens_connections_of_aiosqlite(path: str) -> None:
-    await serves(drivers.source(lambda: aiosqlite.connect(path)), AiosqliteKit, path)
+    await check_serves(drivers.source(lambda: aiosqlite.connect(path)), AiosqliteKit, path)
 
 
 async def test_a_function_that_opens_connections_of_psycopg(clean_database: str) -> None:
-    await serves(drivers.source(lambda: psycopg.connect(clean_database)), PsycopgKit, clean_database)
+    await check_serves(drivers.source(lambda: psycopg.connect(clean_database)), PsycopgKit, clean_database)
 
 
 async def test_a_function_that_returns_a_pool(clean_database: str) -> None:
     with psycopg_pool.ConnectionPool(clean_database, min_size=1, open=True) as pool:
-        await serves(drivers.source(lambda: pool), PsycopgKit, clean_database)
+        await check_serves(drivers.source(lambda: pool), PsycopgKit, clean_database)
 
 
 async def test_a_function_that_returns_a_session_maker(path: str) -> None:
     maker = sessionmaker(sqlalchemy.create_engine(f"sqlite:///{path}"))
-    await serves(drivers.source(lambda: maker), SqlalchemyKit, path)
+    await check_serves(drivers.source(lambda: maker), SqlalchemyKit, path)
     maker.kw["bind"].dispose()
 
 
@@ -89,24 +92,24 @@ async def test_connect_functions_of_the_libraries_that_only_await(clean_database
     async def with_psycopg() -> psycopg.AsyncConnection[Any]:
         return await psycopg.AsyncConnection.connect(clean_database)
 
-    await serves(psycopg_driver.connecting(with_psycopg), AsyncPsycopgKit, clean_database)
+    await check_serves(psycopg_driver.connecting(with_psycopg), AsyncPsycopgKit, clean_database)
     kit = Kit(
         "asyncpg", clean_database, source=asyncpg_driver.connecting(lambda: asyncpg.connect(clean_database))
     )
     executor, claimed = await claim(kit, asked("another"))
     await finish(kit, asked("another"), executor, claimed)
-    await serves(aiosqlite_driver.connecting(lambda: aiosqlite.connect(path)), AiosqliteKit, path)
+    await check_serves(aiosqlite_driver.connecting(lambda: aiosqlite.connect(path)), AiosqliteKit, path)
 
 
 async def test_scoped_sessions_are_sources(path: str) -> None:
     engine = sqlalchemy.create_engine(f"sqlite:///{path}")
-    await serves(drivers.source(scoped_session(sessionmaker(engine))), SqlalchemyKit, path)
+    await check_serves(drivers.source(scoped_session(sessionmaker(engine))), SqlalchemyKit, path)
     engine.dispose()
 
 
 async def test_awaiting_scoped_sessions_are_sources(path: str) -> None:
     engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
-    await serves(
+    await check_serves(
         drivers.source(async_scoped_session(async_sessionmaker(engine), lambda: 1)), AsyncSqlalchemyKit, path
     )
     await engine.dispose()
@@ -221,12 +224,12 @@ async def test_autocommit_is_refused_where_a_claim_would_hold_nothing(
 # --- imports ------------------------------------------------------------------------------------------------
 
 
-def python(program: str) -> None:
+def check_program(program: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
 
 
 def test_no_library_is_imported_that_the_program_did_not_import() -> None:
-    python(
+    check_program(
         "import sys, taptwice.drivers\n"
         "libraries = {'psycopg', 'psycopg_pool', 'asyncpg', 'aiosqlite', 'sqlalchemy', 'greenlet'}\n"
         "assert not libraries & set(sys.modules)\n"
@@ -234,7 +237,7 @@ def test_no_library_is_imported_that_the_program_did_not_import() -> None:
 
 
 def test_sqlalchemy_without_greenlet(path: str) -> None:
-    python(
+    check_program(
         "import sys\n"
         "sys.modules['greenlet'] = None\n"
         "import sqlalchemy\n"
@@ -245,7 +248,7 @@ def test_sqlalchemy_without_greenlet(path: str) -> None:
 
 
 def test_psycopg_without_its_pool(path: str) -> None:
-    python(
+    check_program(
         "import sys\n"
         "sys.modules['psycopg_pool'] = None\n"
         "import taptwice.drivers.psycopg as driver\n"
@@ -257,5 +260,31 @@ async def test_psycopg_with_a_libpq_that_cannot_pipeline(
     clean_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psycopg.Pipeline, "is_supported", lambda: False)
-    await serves(drivers.source(lambda: psycopg.connect(clean_database)), PsycopgKit, clean_database)
+    await check_serves(drivers.source(lambda: psycopg.connect(clean_database)), PsycopgKit, clean_database)
     assert DONE.status == 201
+
+
+async def test_a_connection_of_psycopg_that_is_slow_to_give_back_is_given_back_though_cancelled(
+    clean_database: str,
+) -> None:
+    slow, given_back = asyncio.Event(), asyncio.Event()
+
+    async def take() -> psycopg.AsyncConnection[Any]:
+        return await psycopg.AsyncConnection.connect(clean_database)
+
+    async def give_back(connection: psycopg.AsyncConnection[Any]) -> None:
+        await slow.wait()
+        await connection.close()
+        given_back.set()
+
+    executor = psycopg_driver.AsyncPsycopgSource(take, give_back).open()
+    await executor.execute(Begin())
+    await executor.execute(Rollback())
+    closing = asyncio.create_task(executor.execute(Close()))
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    slow.set()
+    async with asyncio.timeout(20):
+        await given_back.wait()

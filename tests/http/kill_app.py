@@ -1,6 +1,6 @@
 """A charging service that stops at a named point of a request, says so, and waits to be killed.
 
-    python -m tests.http.kill_app STACK ADDRESS PORT [POINT]
+    python -m tests.http.kill_app LISTENER STACK ADDRESS [POINT]
 
 Points: `claimed`, `worked`, `saving` (in front of the INSERT of the record), `saved` (in front of COMMIT),
 `committed` (in front of the first byte), `replying` (behind the first byte).
@@ -18,7 +18,6 @@ from typing import Any
 
 import aiosqlite
 import asyncpg
-import uvicorn
 from psycopg_pool import ConnectionPool
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -33,6 +32,7 @@ from taptwice.drivers import psycopg as psycopg_driver
 from taptwice.drivers import sqlite as sqlite_driver
 from taptwice.events import Event
 from taptwice.http.starlette import Idempotency
+from tests.http.serving import serve
 from tests.http.shop import Shop
 
 STACKS = ("sqlite3", "psycopg", "asyncpg")
@@ -146,7 +146,4 @@ def make(stack: str, address: str, point: str = "") -> Starlette:
 
 
 if __name__ == "__main__":
-    stack, address, port, *rest = sys.argv[1:]
-    uvicorn.run(
-        make(stack, address, *rest), host="127.0.0.1", port=int(port), log_level="warning", lifespan="on"
-    )
+    serve(make(*sys.argv[2:]), sys.argv[1], lifespan="on")

@@ -1,4 +1,4 @@
-"""gunicorn, in processes of its own."""
+"""Servers in processes of their own, on a socket that was opened for them: no port is free for a moment."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -33,3 +36,22 @@ def gunicorn(
         finally:
             process.terminate()
             process.wait(20)
+
+
+def started(module: str, *arguments: str) -> tuple[int, subprocess.Popen[str]]:
+    """A program that calls `serve`, and the port where its requests are taken from the first moment on."""
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(listener.fileno()), *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[listener.fileno()],
+        )
+        return listener.getsockname()[1], process
+
+
+def serve(app: Any, listener: str, **options: Any) -> None:
+    """Serve with uvicorn, in such a program, on the socket whose number it was given."""
+    with socket.socket(fileno=int(listener)) as given:
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", **options)).run(sockets=[given])

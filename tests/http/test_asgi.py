@@ -15,7 +15,7 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from taptwice.core.model import Answer
-from taptwice.core.plan import Begin, Close, Query, Together
+from taptwice.core.plan import Begin, Close, Query, Rollback, Together
 from taptwice.core.policy import Policy
 from taptwice.drivers import system
 from taptwice.errors import InFlight, Misuse
@@ -735,18 +735,21 @@ async def test_a_command_waits_for_the_thread_before_it() -> None:
                 let_go.wait()
             done.append(type(command).__name__)
 
-    driven = Driven(Executor(), True, Threads(2))
+    executor, threads = Executor(), Threads(1)
+    driven = Driven(executor, True, threads)
     beginning = asyncio.create_task(driven.execute(Begin()))
     await asyncio.to_thread(begun.wait)
     beginning.cancel()
     with pytest.raises(asyncio.CancelledError):
         await beginning
     closing = asyncio.create_task(driven.execute(Close()))
-    await asyncio.sleep(0.01)
-    assert done == []
+    for _ in range(10):  # it is on its way
+        await asyncio.sleep(0)
+    await threads.execute(executor, Rollback())  # in the thread where Close would be before it
+    assert done == ["Rollback"]
     let_go.set()
     await closing
-    assert done == ["Begin", "Close"]
+    assert done == ["Rollback", "Begin", "Close"]
 
 
 async def test_to_wait_for_a_thread_is_to_wait_in_line(monkeypatch: pytest.MonkeyPatch) -> None:

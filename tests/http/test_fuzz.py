@@ -95,7 +95,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("make", [starlette_app, asgi_app])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     headers=headers, body=bodies, method=methods, query=queries, cut=st.integers(0, 300), again=st.booleans()
 )

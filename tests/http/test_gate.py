@@ -218,11 +218,11 @@ def test_event_loops_do_not_share_a_queue() -> None:
     dead.run_until_complete(held.__aenter__())
     dead.close()
 
-    async def visit() -> None:
+    async def visit() -> str:
         async with gate.turn("key", 0):
-            pass
+            return "served"
 
-    asyncio.run(visit())
+    assert asyncio.run(visit()) == "served"
 
 
 # --- threads ------------------------------------------------------------------------------------------------

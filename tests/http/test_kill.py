@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -19,42 +16,20 @@ import pytest
 from services import PrivatePostgres
 from tests.fix_postgres import _new_database, _server
 from tests.http.kill_app import POINTS, STACKS
+from tests.http.serving import started
 from tests.http.shop import SQLITE, Shop, assert_invariants, postgres_query, postgres_tables, sqlite_shop
 
 pytestmark = pytest.mark.crash
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Service:
     """The application of kill_app under a real uvicorn, in a process of its own."""
 
     def __init__(self, stack: str, address: str, point: str | None = None) -> None:
-        self.port = free_port()
-        arguments = [stack, address, str(self.port), *([point] if point else [])]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.http.kill_app", *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        arguments = [stack, address, *([point] if point else [])]
+        self.port, self.process = started("tests.http.kill_app", *arguments)
         assert self.process.stdout is not None
         self.output = self.process.stdout
-        for _ in range(600):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
-            if self.process.poll() is not None:
-                break
-            threading.Event().wait(0.05)
-        self.kill()
-        raise AssertionError("the service did not start")
 
     def charge(self, key: str = "k", timeout: float = 30) -> httpx2.Response:
         return httpx2.post(
@@ -143,10 +118,10 @@ def test_the_server_is_asked_to_end_while_it_works(shop: Shop) -> None:
 async def test_postgresql_killed_under_load(own_postgres: PrivatePostgres, stack: str) -> None:
     """Two services, many clients, a server that is killed again and again: then the books are read."""
     with _new_database(own_postgres.start().url) as address:
-        await killed_under_load(own_postgres, stack, address)
+        await check_under_load(own_postgres, stack, address)
 
 
-async def killed_under_load(own_postgres: PrivatePostgres, stack: str, address: str) -> None:
+async def check_under_load(own_postgres: PrivatePostgres, stack: str, address: str) -> None:
     postgres_tables(address)
     chance = random.Random(stack)
     keys = [f"k{number}" for number in range(40)]

@@ -274,7 +274,7 @@ def _reading(database: Database) -> Any:
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -310,7 +310,6 @@ def test_a_mutant_is_caught(mutant: type[SqlStore]) -> None:
             settings=settings(
                 max_examples=400,
                 stateful_step_count=50,
-                deadline=None,
                 database=None,
                 phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
