@@ -146,15 +146,16 @@ class WsgiSettings(Settings):
         if ENVIRON_KEY in environ:
             raise Misuse(f"{request.route} is keyed twice: one edge and one keyed handler serve one request")
         with ExitStack() as turn:
-            if always or request.may_be_keyed(policy):
-                try:
+            try:
+                if always or request.may_be_keyed(policy):
                     # The body first: a connection that dies while it sends must keep no retry waiting.
                     request.body = read()
-                    key = gate_key(request.method, request.path, request.headers, policy.key.names)
-                    turn.enter_context(self.gate.turn(key, policy.wait_s))
-                except (RequestError, InFlight) as error:
-                    return answered(refused(self, policy, request, error))
-            exchange = Exchange(self, policy, request)
+                exchange = Exchange(self, policy, request)
+                if (key := exchange.current.key) is not None:  # without a key nobody waits
+                    place = gate_key(request.method, request.path, request.headers, key)
+                    turn.enter_context(self.gate.turn(place, policy.wait_s))
+            except (RequestError, InFlight) as error:
+                return answered(refused(self, policy, request, error))
             conducted = environ[ENVIRON_KEY] = Conducted(exchange, self.gate)
             token = current.set(exchange.current)
             try:
