@@ -116,7 +116,11 @@ class WsgiSettings(Settings):
     @property
     def source(self) -> Source:
         """Where connections come from: they must block, as the server does."""
-        found = super().source
+        return self.checked(super().source)
+
+    @staticmethod
+    def checked(found: Source) -> Source:
+        """The same, if it is one for WSGI. Raises `Misuse`."""
         if not found.blocking:
             raise Misuse("WSGI has no event loop: give an engine, pool or function whose connections block")
         if hasattr(found, "engine"):
