@@ -107,6 +107,24 @@ async def test_the_work_is_done_once_and_answered_alike(shop: Shop) -> None:
     assert shop.charges() == 1
 
 
+async def test_without_a_key_nobody_waits_for_another(small: Shop) -> None:
+    begun: list[bytes] = []
+    both = asyncio.Event()
+
+    def parse(body: bytes) -> None:
+        begun.append(body)
+        if len(begun) == 2:
+            both.set()
+
+    async def handler(connection: Any, key: str) -> None:
+        await both.wait()
+
+    app = keyed(small, handler, parse=parse, required=False, wait=0)
+    async with asyncio.timeout(20):
+        replies = await asyncio.gather(call(app, key=None), call(app, key=None))
+    assert [reply.status for reply in replies] == [201, 201]
+
+
 async def test_an_error_leaves_nothing_and_the_key_is_free(shop: Shop) -> None:
     fail = True
 

@@ -356,6 +356,23 @@ async def test_a_base_http_middleware_outside(stack: Stack) -> None:
     assert stack.rows() == [5]
 
 
+@on("asyncpg")
+async def test_keys_in_bodies_do_not_wait_for_each_other(stack: Stack) -> None:
+    both = asyncio.Event()
+
+    async def handler(work: Work) -> Any:
+        id_ = await work.insert(5)
+        if stack.calls == 2:
+            both.set()
+        await both.wait()
+        return {"id": id_}
+
+    async with stack.client(handler, key_pointer="/key", wait="0s") as client, asyncio.timeout(20):
+        bodies: list[dict[str, Any]] = [{"amount": 5, "key": key} for key in ("a", "b")]
+        answers = await asyncio.gather(*(client.post("/charges", json=body) for body in bodies))
+    assert [answer.status_code for answer in answers] == [201, 201]
+
+
 # --- the control: what everybody writes first ---------------------------------------------------------------
 
 

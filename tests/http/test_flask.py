@@ -10,6 +10,7 @@ import os
 import pathlib
 import socket
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import psycopg
 import psycopg_pool
 import pytest
 import sqlalchemy
-from flask import Blueprint, Flask, Response, abort, g, jsonify, request, send_file
+from flask import Blueprint, Flask, Response, abort, current_app, g, jsonify, request, send_file
 from flask.views import MethodView
 from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import create_engine, event, text
@@ -824,6 +825,33 @@ def test_a_blueprint_with_an_error_handler_and_a_class_based_view(shop: Shop) ->
     assert shop.rows() == [5, 5]
     free = shop.app.test_client().get("/v1/decorated", headers={"Authorization": "a"})
     assert free.data == b"free"
+
+
+def test_first_requests_of_two_applications_at_once(tmp_path: pathlib.Path) -> None:
+    """Each claims in its own database, whichever way their threads cut in on each other."""
+    engines = {name: create_engine(f"sqlite:///{tmp_path}/{name}.db") for name in "ab"}
+    apps = [Flask(name) for name in engines]
+    between = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    try:
+        for _ in range(500):
+            once = Idempotency(lambda: engines[current_app.name], account=lambda: "acct_1")
+            found: dict[str, Any] = {}
+
+            def first(app: Flask, once: Idempotency = once, found: dict[str, Any] = found) -> None:
+                with app.app_context():
+                    found[app.name] = getattr(once.source, "engine", None)
+
+            threads = [threading.Thread(target=first, args=(app,)) for app in apps]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert found == engines
+            for app in apps:
+                app.extensions.clear()
+    finally:
+        sys.setswitchinterval(between)
 
 
 def test_an_application_factory(tmp_path: pathlib.Path, charges_sqlite: str) -> None:

@@ -204,7 +204,7 @@ async def test_a_second_session_in_the_handler_joins(stack: Stack) -> None:
 @on("sqlalchemy-asyncpg", "sqlalchemy-psycopg")
 async def test_a_second_session_inside_a_guards_block_joins_too(stack: Stack) -> None:
     second = second_session(stack, joined(stack.origin), "INSERT INTO charges (amount) VALUES (9)")
-    inner = {"account": "acct_1", "key": "inner", "request": b""}
+    inner: dict[str, Any] = {"account": "acct_1", "key": "inner", "request": b""}
 
     async def handler(work: Work) -> Any:
         if stack.blocking:

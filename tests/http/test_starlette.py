@@ -154,6 +154,11 @@ class App:
                 await shop.insert(once.connection(request), key(request))
                 return JSONResponse({"class": True}, 201)
 
+            @once.keyed()
+            async def patch(self, request: Request) -> Response:
+                await shop.insert(once.connection(request), key(request))
+                raise HTTPException(402, "no money")
+
             async def get(self, request: Request) -> Response:
                 return JSONResponse({"got": True})
 
@@ -254,6 +259,14 @@ def test_once_and_the_same_answer_again(app: App, client: httpx2.Client, path: s
 
 def test_raised_is_undone_and_kept(app: App, client: httpx2.Client) -> None:
     first, again = post(client, "/raises"), post(client, "/raises")
+    assert (first.status_code, again.status_code, replayed(again)) == (402, 402, True)
+    assert first.content == again.content
+    assert (app.shop.charges(), app.shop.records()) == (0, {"k": 402})
+
+
+def test_raised_in_a_class_is_undone_and_kept_too(app: App, client: httpx2.Client) -> None:
+    headers = {"Idempotency-Key": "k"}
+    first, again = [client.patch("/class", headers=headers, json={}) for _ in range(2)]
     assert (first.status_code, again.status_code, replayed(again)) == (402, 402, True)
     assert first.content == again.content
     assert (app.shop.charges(), app.shop.records()) == (0, {"k": 402})

@@ -78,7 +78,7 @@ def answer_from(status: Any, body: Any, headers: Mapping[str, str] | Headers) ->
         raise Misuse(f"status must be a number from 100 to 999, not {status!r}")
     pairs = tuple(headers.items() if isinstance(headers, Mapping) else headers)
     try:
-        pack_headers(pairs)  # while the work can still be undone
+        _ = pack_headers(pairs)  # while the work can still be undone
     except UnicodeEncodeError:
         raise Misuse("a header of the answer holds a character beyond Latin-1, as none can") from None
     kind: str | None = None

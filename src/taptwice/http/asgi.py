@@ -125,21 +125,27 @@ class AsgiSettings(Settings):
         if not (read or request.may_be_keyed(policy)):
             await self._through(app, Exchange(self, policy, request), scope, receive, send)
             return
-        key = gate_key(request.method, path, request.headers, policy.key.names)
-        turn = self.gate.turn(key, policy.wait_s)
         try:
             # The body first: a connection that dies while it sends must keep no retry waiting.
             request.body = await read_body(receive, request.headers, policy.request_max_body)
-            pass_on = await turn.__aenter__()
+            exchange = Exchange(self, policy, request)
+            pass_on = await self._turn(exchange)
         except TaptwiceError as error:
             for message in messages_of(refused(self, policy, request, error)):
                 await send(message)
             return
         try:
-            exchange = Exchange(self, policy, request)
             await self._through(app, exchange, scope, replaying(request.body, receive), send, pass_on)
         finally:
             pass_on()
+
+    async def _turn(self, exchange: Exchange) -> Callable[[], None]:
+        """The key's turn in the gate; what passes it on. Without a key nobody waits."""
+        request, key = exchange.request, exchange.current.key
+        if key is None:
+            return lambda: None
+        place = gate_key(request.method, request.path, request.headers, key)
+        return await self.gate.turn(place, exchange.policy.wait_s).__aenter__()
 
     async def _through(
         self,

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 from flask import Response, current_app, g, has_request_context, request
 
+from taptwice import drivers
 from taptwice.core.model import Answer
 from taptwice.core.policy import Policy, changed
 from taptwice.drivers import Source
@@ -56,8 +57,8 @@ class Idempotency(wsgi.WsgiSettings):
             return super().source
         known: dict[Any, Source] = current_app.extensions.setdefault("taptwice", {})
         if self not in known:
-            self._source = None
-            known[self] = super().source
+            # Nothing is kept in `self`: the first requests of two applications may come at once.
+            known[self] = self.checked(drivers.source(self.origin))
         return known[self]
 
     def connection(self) -> Any:

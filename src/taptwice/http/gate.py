@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 from taptwice.errors import InFlight
 from taptwice.http.request import RawHeaders
@@ -21,17 +20,15 @@ PER_KEY, PER_PROCESS = 128, 1024
 """How many requests wait on an event loop, where waiting costs a few kilobytes and a body each."""
 
 
-def gate_key(method: str, path: bytes, headers: RawHeaders, names: tuple[str, ...]) -> int:
-    """What makes two requests likely duplicates: method, path, raw key lines, and who sends them."""
-    telling = _telling(names)
+WHO = frozenset((b"authorization", b"cookie"))
+"""Names of the header lines that say who sends a request."""
+
+
+def gate_key(method: str, path: bytes, headers: RawHeaders, key: str) -> int:
+    """What makes two requests likely duplicates: method, path, key, and who sends them."""
     # Only a hash is kept while they wait: a login is nobody's business, and may be long.
-    said = [(low, value) for name, value in headers if (low := name.lower()) in telling]
-    return hash((method, path, *said))
-
-
-@cache
-def _telling(names: tuple[str, ...]) -> frozenset[bytes]:
-    return frozenset((b"authorization", b"cookie", *(name.lower().encode("latin-1") for name in names)))
+    said = [(low, value) for name, value in headers if (low := name.lower()) in WHO]
+    return hash((method, path, key, *said))
 
 
 class AsyncGate:

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette._exception_handler import wrap_app_handling_exceptions
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -139,17 +140,23 @@ class Edge:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = scope.get("endpoint")
+        endpoint, app = scope.get("endpoint"), self.app
         if inspect.isclass(endpoint):
             endpoint = getattr(endpoint, scope.get("method", "").lower(), None)
+            app = self._handling
         marked: Marked | None = getattr(endpoint, MARK, None)
         if marked is None:
             await self.app(scope, receive, send)
             return
         route = getattr(scope.get("route"), "path", None) or scope["path"]
         await marked.once.serve(
-            self.app, marked.policy, route, scope, receive, send, read=marked.parse is not None
+            app, marked.policy, route, scope, receive, send, read=marked.parse is not None
         )
+
+    async def _handling(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What a class raises becomes its answer inside the edge, as Starlette has it for functions."""
+        request = Request(scope, receive, send)
+        await wrap_app_handling_exceptions(self.app, request)(scope, receive, send)
 
 
 MARK = "__taptwice_keyed__"

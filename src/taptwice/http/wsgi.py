@@ -116,7 +116,11 @@ class WsgiSettings(Settings):
     @property
     def source(self) -> Source:
         """Where connections come from: they must block, as the server does."""
-        found = super().source
+        return self.checked(super().source)
+
+    @staticmethod
+    def checked(found: Source) -> Source:
+        """The same, if it is one for WSGI. Raises `Misuse`."""
         if not found.blocking:
             raise Misuse("WSGI has no event loop: give an engine, pool or function whose connections block")
         if hasattr(found, "engine"):
@@ -146,15 +150,16 @@ class WsgiSettings(Settings):
         if ENVIRON_KEY in environ:
             raise Misuse(f"{request.route} is keyed twice: one edge and one keyed handler serve one request")
         with ExitStack() as turn:
-            if always or request.may_be_keyed(policy):
-                try:
+            try:
+                if always or request.may_be_keyed(policy):
                     # The body first: a connection that dies while it sends must keep no retry waiting.
                     request.body = read()
-                    key = gate_key(request.method, request.path, request.headers, policy.key.names)
-                    turn.enter_context(self.gate.turn(key, policy.wait_s))
-                except (RequestError, InFlight) as error:
-                    return answered(refused(self, policy, request, error))
-            exchange = Exchange(self, policy, request)
+                exchange = Exchange(self, policy, request)
+                if (key := exchange.current.key) is not None:  # without a key nobody waits
+                    place = gate_key(request.method, request.path, request.headers, key)
+                    turn.enter_context(self.gate.turn(place, policy.wait_s))
+            except (RequestError, InFlight) as error:
+                return answered(refused(self, policy, request, error))
             conducted = environ[ENVIRON_KEY] = Conducted(exchange, self.gate)
             token = current.set(exchange.current)
             try:
