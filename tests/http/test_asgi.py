@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import anyio
 import pytest
 from psycopg_pool import ConnectionPool
 
@@ -21,7 +22,7 @@ from taptwice.drivers import system
 from taptwice.errors import InFlight, Misuse
 from taptwice.events import Event, Outcome
 from taptwice.http.asgi import Idempotency, conducted_in, read_body
-from taptwice.http.driven import Driven, Threads
+from taptwice.http.driven import Driven, Threads, to_its_end
 from taptwice.http.request import NotSaved
 from tests.http.shop import (
     EVERY,
@@ -790,6 +791,30 @@ async def test_to_wait_for_a_thread_is_to_wait_in_line(monkeypatch: pytest.Monke
     await asyncio.gather(*waiting)
     late = Together((Begin(in_line=2.0), Query("claim")))
     assert seen == [wanted, late, late]
+
+
+async def test_a_scope_of_anyio_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cancels anew at each turn of the loop, as long as somebody in it awaits."""
+    waits, wait, let_go = 0, asyncio.wait, asyncio.Event()
+
+    async def counted(awaited: Any) -> Any:
+        nonlocal waits
+        waits += 1
+        return await wait(awaited)
+
+    async def letting_go() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        let_go.set()
+
+    monkeypatch.setattr(asyncio, "wait", counted)
+    turns = asyncio.create_task(letting_go())
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        _ = await to_its_end(let_go.wait())
+    await turns
+    assert let_go.is_set()
+    assert waits == 1
 
 
 def test_a_policy_that_does_not_exist_is_refused_where_it_is_written(small: Shop) -> None:

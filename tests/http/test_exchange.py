@@ -209,6 +209,7 @@ def test_without_a_key_what_would_not_be_saved_is_undone_too(status: int) -> Non
         (b'{"request":{"ids":["a",7]}}', 400),
         (b'{"request":[]}', 400),
         (b"[" * 20_000, 400),
+        (b'{"request":{"ids":["a","k"]},"more":[' + b"1," * 100_000 + b"1]}", 400),
         (b"no json", 400),
         (b"", 400),
     ],
@@ -217,6 +218,14 @@ def test_a_key_in_the_body(body: bytes, expected: int) -> None:
     desk = Desk(policy=Policy(wait=0, key_pointer="/request/ids/1"))
     assert desk.serve(key=None, body=body).status == expected
     assert desk.charges == (expected == 201)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), [(b"", 201), (b"{}", 201), (b"no json", 400), (b'{"k":7}', 400)]
+)
+def test_where_none_is_required_what_cannot_be_read_is_no_missing_key(body: bytes, expected: int) -> None:
+    desk = Desk(policy=Policy(wait=0, key_pointer="/k", required=False))
+    assert desk.serve(key=None, body=body).status == expected
 
 
 def test_a_key_older_than_the_window() -> None:
@@ -336,6 +345,19 @@ def test_torn(strict: bool) -> None:
     assert Outcome.TORN in desk.outcomes
     assert desk.serve().header("Idempotent-Replayed") == "true"
     assert desk.charges == 1
+
+
+def test_torn_and_the_answer_cannot_be_saved() -> None:
+    """The work is committed: nobody is told that nothing was done."""
+    desk = Desk(source=lambda database: Broken(database, "insert_late", StoreUnavailable("gone")))
+    exchange = desk.open()
+    desk.claim(exchange)
+    exchange.executor.handle.insert("charges", 1)
+    exchange.executor.handle.commit()
+    instead = desk.conclude(exchange, Answer(201))
+    assert instead is not None
+    assert (instead.status, problem_of(instead), desk.charges) == (503, "commit-unknown", 1)
+    assert "the work is committed" in (desk.events[-1].detail or "")
 
 
 def test_strays_are_told() -> None:

@@ -212,17 +212,21 @@ _NUMBER: Final = "\0#"
 """The name that marks a number by its value. No member of a body that is read by meaning may have it."""
 
 
+def has_many_values(body: bytes) -> bool:
+    """Whether a JSON text may hold more than `MAX_VALUES` values; told by its punctuation alone."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES
+
+
 def _json_tree(body: bytes) -> object:
     """The meaning of a JSON text, with numbers by their value.
 
     A byte order mark is skipped, as RFC 8259 section 8.1 allows. Raises ValueError when the text has no
     single meaning, too many values or too much nesting, RecursionError when the parser cannot take it.
     """
-    containers = body.count(b"[") + body.count(b"{")
-    if body.count(b",") + containers > MAX_VALUES:  # before the parser makes objects of them
+    if has_many_values(body):  # before the parser makes objects of them
         raise ValueError(f"perhaps more than {MAX_VALUES} values")
     tree: object = _DECODER.decode(body.decode("utf-8-sig"))
-    if containers > MAX_DEPTH:
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         _check_depth(tree)
     return tree
 

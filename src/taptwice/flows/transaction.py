@@ -35,6 +35,7 @@ from taptwice.core.plan import (
 )
 from taptwice.errors import (
     Busy,
+    CommitUnknown,
     ConstraintViolated,
     Contention,
     InFlight,
@@ -181,7 +182,10 @@ def conclude(store: SqlStore, asked: Asked, claimed: Claimed, answer: Answer, un
         if saved:
             return Concluded(answer)
         yield from end_foreign()
-        return (yield from _save_late(store, entry, torn=True))
+        try:
+            return (yield from _save_late(store, entry, torn=True))
+        except StoreUnavailable as error:
+            raise CommitUnknown("the work is committed, and its answer may not be saved") from error
     finally:
         yield from abandon()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -132,10 +134,17 @@ async def to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        while not working.done():
-            try:
-                await asyncio.wait([working])
-            except asyncio.CancelledError:
-                continue
+        with _shielded():
+            while not working.done():
+                try:
+                    await asyncio.wait([working])
+                except asyncio.CancelledError:
+                    continue
         _ = working.cancelled() or working.exception()
         raise
+
+
+def _shielded() -> AbstractContextManager[Any]:
+    """Keeps off the scopes of anyio, which cancel anew at each turn of a loop that would never rest."""
+    anyio = sys.modules.get("anyio")
+    return nullcontext() if anyio is None else anyio.CancelScope(shield=True)

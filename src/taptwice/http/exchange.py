@@ -193,12 +193,21 @@ class Exchange:
         pointer = self.policy.key_pointer
         if pointer is None:
             return parse_key(self.request.headers, self.policy.key)
+        body = self.request.body
+        if not body:
+            return None
         try:
-            found = json.loads(self.request.body)
+            if fingerprint.has_many_values(body):
+                raise ValueError
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            # As with a header: whoever sent what cannot be read may have wanted to be protected.
+            raise KeyInvalid("The body, in which the key should stand, cannot be read as JSON.") from None
+        try:
             for step in pointer.split("/")[1:]:
                 step = step.replace("~1", "/").replace("~0", "~")
                 found = found[int(step)] if isinstance(found, list) else found[step]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        except (ValueError, KeyError, IndexError, TypeError):
             return None
         return check_key(found, self.policy.key)
 
