@@ -44,15 +44,17 @@ SEED = {
     "sqlite": """
         WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {n})
         INSERT INTO taptwice_records
-               (id, created_at, expires_at, fingerprint_version, status, fingerprint, body)
+               (id, created_at, expires_at, fingerprint_version, status, fingerprint, account, key,
+                headers, body)
         SELECT CAST(printf('seed%012d', i) AS BLOB), unixepoch() - {age}, unixepoch() - {age} + 86400,
-               1, 201, x'00', x''
+               1, 201, x'00', '', '', x'', x''
           FROM n""",
     "postgresql": """
         INSERT INTO taptwice_records
-               (id, created_at, expires_at, fingerprint_version, status, fingerprint, body)
+               (id, created_at, expires_at, fingerprint_version, status, fingerprint, account, key,
+                headers, body)
         SELECT gen_random_uuid(), now() - interval '{age} s', now() - interval '{age} s' + interval '24 h',
-               1, 201, '\\x00', '' FROM generate_series(1, {n})""",
+               1, 201, '\\x00', '', '', '', '' FROM generate_series(1, {n})""",
 }
 """Insert n records of an age in seconds, as if they had been made by requests."""
 
