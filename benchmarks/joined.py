@@ -25,7 +25,8 @@ the ratios are what carries over, and they too move with what a commit costs.
 **Bare** is the work alone: BEGIN, one INSERT, COMMIT. The **textbook** inserts the key, does the work and
 updates the key. **By hand** is the SQL of this library, written out in the program with what its driver
 offers. **Ours** is without the savepoint (`savepoint=False`) unless it says so; **+ savepoint** is the
-default."""
+default. Commits are those that the server counts: asyncpg's second is the look behind COMMIT, in the same
+message, a transaction that writes nothing and waits for no disk."""
 PARTS = ("driver", "http", "counts", "size", "import")
 
 
