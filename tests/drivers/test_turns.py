@@ -20,7 +20,7 @@ from taptwice.core.plan import Begin, Close, Commit, Join, Rollback
 from taptwice.drivers import join as join_executor
 from taptwice.drivers import turns
 from taptwice.drivers.aiosqlite import Inner
-from taptwice.drivers.sqlite import SqliteExecutor, SqliteSource
+from taptwice.drivers.sqlite import SqliteExecutor, SqliteSource, busy_timeout
 from taptwice.drivers.turns import Line, Place, line_of
 from taptwice.errors import Busy
 from taptwice.flows.transaction import Claimed, abandon
@@ -479,3 +479,11 @@ async def test_files_do_not_wait_for_each_other(tmp_path: Path) -> None:
         executor.execute(Rollback())
         executor.execute(Close())
     assert [people(path) for path in paths] == [0, 0]
+
+
+@pytest.mark.parametrize(("wait", "milliseconds"), [(0, 0), (2.5, 2500), (1e9, 2**31 - 1)])
+def test_sqlite_waits_as_long_as_it_is_told(wait: float, milliseconds: int) -> None:
+    """It takes what does not fit into its number for no wait at all."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute(f"PRAGMA busy_timeout = {busy_timeout(wait)}")
+        assert connection.execute("PRAGMA busy_timeout").fetchone() == (milliseconds,)

@@ -231,7 +231,7 @@ class SqlalchemyExecutor(Blocking):
     def _waiting(self, wait: float, statement: str) -> None:
         """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
         before = self._run("PRAGMA busy_timeout")
-        self._run(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        self._run(f"PRAGMA busy_timeout = {sqlite.busy_timeout(wait)}")
         try:
             self._run(statement)
         finally:

@@ -90,6 +90,11 @@ LONGEST_BUSY_TIMEOUT = 2**31 - 1
 """Milliseconds; SQLite takes a larger number for 0."""
 
 
+def busy_timeout(wait: float) -> int:
+    """The busy_timeout of so many seconds."""
+    return min(int(wait * 1000), LONGEST_BUSY_TIMEOUT)
+
+
 class SqliteExecutor(Blocking):
     """Commands on one sqlite3 connection: the caller's, or one from `connect` at `Begin`.
 
@@ -210,7 +215,7 @@ class SqliteExecutor(Blocking):
     def _waiting(self, wait: float, statement: str) -> None:
         """Let a statement wait for its turn to write; the connection's own busy_timeout is restored."""
         [(before,)] = self._rows("PRAGMA busy_timeout")
-        wanted = min(int(wait * 1000), LONGEST_BUSY_TIMEOUT)
+        wanted = busy_timeout(wait)
         if before == wanted:
             self._run(statement)
             return
